@@ -34,11 +34,6 @@ class Extra:
         )
 
 
-def is_extra(error: ModuleNotFoundError) -> bool:
-    """Whether what was not found is a module of this package, which only its own extras may lack."""
-    return (error.name or "").startswith("mlx_parallm.")
-
-
 CLUSTER = Extra("nats", "NATS", "cluster")
 MATH = Extra("math_verify", "math-verify", "math")
 OTEL = Extra("opentelemetry.exporter.otlp.proto.http", "opentelemetry", "otel")

@@ -18,7 +18,6 @@ from mlx_parallm.adapters.runs import JOURNAL, Run, open_run
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice, base_paths, device_schedule, mlx_limits
 from mlx_parallm.app.checks import check
-from mlx_parallm.app.extras import install_extras, leading, reward_models_of
 from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_trainer, build_training
 from mlx_parallm.config import Config
@@ -30,6 +29,7 @@ from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.machine_watch import MachineWatch
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import StorageError
+from mlx_parallm.extras_table import find, needed
 from mlx_parallm.machine.processors import BlasThreads
 from mlx_parallm.model.device import MemoryLimits, device_name, on_cpu, set_limits
 from mlx_parallm.model.loading import find_model
@@ -40,6 +40,7 @@ from mlx_parallm.rl.runs.store import JournalFile
 
 if TYPE_CHECKING:
     from mlx_parallm.extras.ranks.joining import Ranks
+    from mlx_parallm.extras.ranks.running import Lead
 
 _log = logging.getLogger(__name__)
 
@@ -97,7 +98,9 @@ class RunningEngine:
         self.processor = ContinuousBatchProcessor(self._build, debug=config.debug.check_when_idle)
         self._threads = BlasThreads()
         self.watch = MachineWatch(config, self.processor, None if config.rl_training.enabled else self._threads)
-        self._lead = leading(ranks, self.processor.lose) if ranks is not None else None
+        self._lead: Lead | None = None
+        if ranks is not None:
+            self._lead = needed("ranks.running", "mlx.launch").Lead(ranks, self.processor.lose)
         parts = self._lead.parts if self._lead is not None else Parts()
         self.shared = SharedDevice(config, self.processor, base_paths(config), parts)
         self.bases = [BaseModel(at, self.shared) for at in self.shared.bases]
@@ -124,7 +127,7 @@ class RunningEngine:
             self.load_seconds = time.monotonic() - started
             assert self._served is not None
             if self._served.training is not None:
-                install_extras(self.config, self._served, self._served.training)
+                self._served.training.add_extras("install", self.config, self._served)
             if self.shared.run is not None and training:
                 self._record = self._begin_record(self.shared.run, self._served)
         except BaseException:  # an interrupt too: the folder must not stay locked
@@ -223,7 +226,8 @@ def _training(
     assert run is not None  # a server that trains has a run
     assert inputs is not None
     journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint), config.checkpointing.journal_updates)
-    reward_models = reward_models_of(processor, trainer, manager, config)
+    extra = find("reward_models")
+    reward_models = None if extra is None else extra.open_models(processor, trainer, manager, config)
     training = build_training(
         processor, trainer, base.adapters, base.known, base.tokenizer, config, journal, reward_models, inputs
     )

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from mlx_parallm.app.adapters import no_such_adapter
 from mlx_parallm.app.base_model import base_paths
-from mlx_parallm.app.extras import check_trackers
 from mlx_parallm.app.reward import check_reward
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.models import GENERIC_NAME
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras_table import needed
 
 
 def check_http(server: ServerConfig) -> None:
@@ -52,7 +52,8 @@ def check(config: Config) -> None:
         _check_writable("debug.trace", config.debug.trace)
     if training.enabled and training.trajectory_log is not None:
         _check_writable("rl_training.trajectory_log", training.trajectory_log)
-    check_trackers(training.trackers)
+    if training.trackers:
+        needed("trackers", "rl_training.trackers").check_installed(training.trackers)
     check_reward(config)
 
 

@@ -17,9 +17,9 @@ from mlx_parallm.adapters.cards import KeptPart
 from mlx_parallm.adapters.runs import JOURNAL, METRICS
 from mlx_parallm.adapters.runs import VERSIONS_FILE as VERSIONS
 from mlx_parallm.adapters.service import has_adapter
-from mlx_parallm.app.extras import forget_kept, is_reward_model, kept_of
 from mlx_parallm.config import Config
 from mlx_parallm.errors import StorageError
+from mlx_parallm.extras_table import find, hooks
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.trajectory_log import Wanted, count_lines, of_trainee, remove_lines
@@ -64,7 +64,8 @@ class Deletion:
             journal.close()
         yield KeptPart("collected trajectories", str(self._run / JOURNAL), trajectories)
         yield KeptPart("updates and other changes of its training", str(self._run / JOURNAL), changes)
-        yield from kept_of(self._run, adapter)
+        for _, kept in hooks("kept"):
+            yield from kept(self._run, adapter)
         metrics = self._run / METRICS
         yield KeptPart("lines of metrics", str(metrics), count_lines(metrics, _of(adapter)))
 
@@ -73,7 +74,7 @@ class Deletion:
         of_run = [self._run / adapter] if self._run is not None else []
         in_run = [folder for folder in of_run if (folder / VERSIONS).is_file() or any(folder.glob("checkpoint-*"))]
         served = [self._adapter_dir / adapter] if self._adapter_dir is not None else []
-        is_adapter = [folder for folder in served if has_adapter(folder) and not is_reward_model(folder)]
+        is_adapter = [folder for folder in served if has_adapter(folder) and not _is_reward_model(folder)]
         return [folder for folder in (*in_run, *is_adapter) if folder.is_dir()]
 
     async def remove(self, adapter: str) -> None:
@@ -103,8 +104,14 @@ class Deletion:
                 journal.forget(adapter)
             finally:
                 journal.close()
-        forget_kept(self._run, adapter)
+        for _, forget in hooks("forget"):
+            forget(self._run, adapter)
         remove_lines(self._run / METRICS, _of(adapter))
+
+
+def _is_reward_model(folder: Path) -> bool:
+    models = find("reward_models.folder")
+    return models is not None and models.is_reward_model(folder)
 
 
 def _of(adapter: str) -> Wanted:

@@ -16,13 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from mlx_parallm.app.build import Served
-from mlx_parallm.app.extras import curriculum_of, outside_engine
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, EngineKind
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Event, GenerationRequest
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras_table import needed
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
 from mlx_parallm.rl.environments.thread import in_daemon_thread
 from mlx_parallm.rl.rollouts.answers import (
@@ -107,9 +107,12 @@ class EnvironmentRollouts:
             ConfigError: the engine cannot draw what training needs.
         """
         check_inference(self._config)
-        outside = outside_engine(self._config, self._served, cluster)
-        self._inference = outside or cluster or SharedEngine(self._served.engine)
-        await self._inference.open(self._training.service.status().current or BASE_ADAPTER)
+        inference: InferenceEngine = SharedEngine(self._served.engine)
+        if cluster is not None or self._config.inference.engine.outside:
+            engines = needed("engines.building", "inference.engine")
+            inference = engines.outside_engine(self._config, self._served, cluster)
+        self._inference = inference
+        await inference.open(self._training.service.status().current or BASE_ADAPTER)
 
     @property
     def taken(self) -> int:
@@ -187,8 +190,10 @@ class EnvironmentRollouts:
         tasks = itertools.chain([first], tasks)
         if first.level is None:
             _log.warning("curriculum: the first task has no level; all tasks without one count as one level")
-        self._curriculum = curriculum_of(self._config, tasks, taken, state, self._lag)
-        return self._curriculum
+        extra, seed = needed("curriculum", "rl_training.curriculum.enabled"), self._config.rl_training.seed
+        arranged: Curriculum = extra.Curriculum(tasks, curriculum, seed, taken, state, self._lag)
+        self._curriculum = arranged
+        return arranged
 
     @property
     def _lag(self) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from mlx_parallm.app.extras import reward_model_check
 from mlx_parallm.config import Config, Mode
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.extras_table import find
 from mlx_parallm.rl.environments import Environment, is_of_episodes
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
+from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue, no_reward_model
 from mlx_parallm.rl.scoring.judges import Judge
 from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
 
@@ -59,4 +59,6 @@ def check_scorable(config: Config, source: Environment) -> None:
 
 def catalogue_of(config: Config) -> ScorerCatalogue:
     """The scorers that requests and tasks may name."""
-    return ScorerCatalogue(reward_of(config), reward_model_check(config))
+    models = find("reward_models.folder")
+    check = no_reward_model if models is None else models.RewardModelFolder(config.adapters.adapter_dir).check
+    return ScorerCatalogue(reward_of(config), check)

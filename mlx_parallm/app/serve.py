@@ -16,20 +16,12 @@ from mlx_parallm.app.all_adapters import AllAdapters
 from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.deletion import Deletion
-from mlx_parallm.app.extras import (
-    announce_node,
-    backend_of_node,
-    config_in_cluster,
-    follow,
-    install_served_extras,
-    joined,
-    node_of_cluster,
-)
 from mlx_parallm.app.models import BaseSet, build_base_set
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
+from mlx_parallm.extras_table import find, needed
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
@@ -58,10 +50,39 @@ def run(config: Config) -> int:
     logs.set_up(config.server.log_level, config.server.log_format == "json")
     if config.server.log_format == "text":
         request_log.write_plain_lines()
-    ranks = joined(config)
-    if ranks is None:
-        return asyncio.run(_run(config_in_cluster(config)))
-    return asyncio.run(_run(config, ranks)) if ranks.leads else follow(config, ranks)
+    ranks = ranks_of(config)
+    if ranks is not None and not ranks.leads:
+        return follow(config, ranks)
+    if config.cluster.wanted:
+        config = needed("cluster", "cluster").prepared(config)
+    return asyncio.run(_run(config, ranks))
+
+
+def ranks_of(config: Config) -> Ranks | None:
+    """The processes that `mlx.launch` has started, among which the model is split; None: there is this one only.
+
+    Raises:
+        ConfigError: the configuration asks for what a split model cannot do.
+    """
+    extra = find("ranks")
+    ranks: Ranks | None = None if extra is None else extra.joined(config)
+    return ranks
+
+
+def follow(config: Config, ranks: Ranks) -> int:
+    """Computes with rank 0 until it ends; returns the process's exit code."""
+    exit_code: int = needed("ranks.running", "mlx.launch").follow(config, ranks)
+    return exit_code
+
+
+@asynccontextmanager
+async def _node_of(config: Config, served: Served) -> AsyncIterator[Node | None]:
+    """This server as a node of a cluster, until the block ends; None if it is not a node."""
+    if not config.cluster.wanted:
+        yield None
+        return
+    async with needed("cluster.running.serving", "cluster").joined(config, served) as node:
+        yield node
 
 
 def _import_http() -> Callable[[FastAPI, Callable[[int], None]], Awaitable[int]]:
@@ -82,7 +103,7 @@ async def _run(config: Config, ranks: Ranks | None = None) -> int:
 def _started(served: Served, config: Config, app: FastAPI, node: Node | None, port: int) -> None:
     """Shows the banner, has judges that are this server itself ask it on `port`, and tells the other nodes."""
     if node is not None:
-        announce_node(node, config, app.state.services, port)
+        needed("cluster.running.serving", "cluster").begin_serving(node, config, app.state.services, port)
     if served.training is not None:
         key = config.server.api_key
         url = f"{banner.base_url(config.server, port)}/v1"
@@ -135,7 +156,7 @@ class IntegratedServer:
             models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates, deletion)
             if traces is not None and training is not None:
                 training.service.add_sink(traces.training.on_event)
-            async with node_of_cluster(config, served) as node:
+            async with _node_of(config, served) as node:
                 app = self._create_app(served, config, models, adapters, traces, node)
                 if self._trains:  # requests can only be collected once the adapter is trained
                     await self._training_started.wait()
@@ -166,7 +187,9 @@ class IntegratedServer:
         training = served.training.service if served.training else None
         backend = Backend(served.engine, adapters, models, config.server, training)
         if node is not None:
-            backend = backend_of_node(backend, node, config.adapters.default_adapter)
+            backend = needed("cluster.running.serving", "cluster").backend_of(
+                node, backend, config.adapters.default_adapter
+            )
         return create_app(backend, traces)
 
     async def run_training_loop(self) -> None:
@@ -218,7 +241,7 @@ class IntegratedServer:
                 self._environment = await asyncio.to_thread(environment_of, self._config)
                 self._served = await asyncio.to_thread(self._engine.start)
                 if (training := self._served.training) is not None:
-                    install_served_extras(self._config, self._served, training)
+                    training.add_extras("serve", self._config, self._served)
             return self._served
 
     async def _stop(self) -> None:

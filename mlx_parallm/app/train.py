@@ -16,8 +16,8 @@ from mlx_parallm import logs
 from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.app.environment_rollouts import check_inference
 from mlx_parallm.app.environment_run import EnvironmentRun
-from mlx_parallm.app.extras import atropos_run, cluster_run, config_in_cluster, follow, joined, run_in_cluster
 from mlx_parallm.app.reward import check_scorable
+from mlx_parallm.app.serve import follow, ranks_of
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
 from mlx_parallm.app.training import TrainingRuntime
@@ -25,6 +25,7 @@ from mlx_parallm.app.training_run import TrainingRun
 from mlx_parallm.config import Config
 from mlx_parallm.engine.machine_watch import MachineWatch
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras_table import needed
 from mlx_parallm.rl import divergence
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.runs.record import RunState
@@ -55,7 +56,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         EngineError: the device thread ended, or could not draw.
     """
     logs.set_up(config.server.log_level, config.server.log_format == "json", _SHOWN)
-    ranks = joined(config)
+    ranks = ranks_of(config)
     if ranks is not None and not ranks.leads:
         return follow(config, ranks)
     if config.model.other_base_models:
@@ -66,7 +67,8 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         source = environment(options.environment, training.reward is not None)
         check_scorable(config, source)
         check_inference(config)
-    config = config_in_cluster(config, trains=True)
+    if config.cluster.wanted:
+        config = needed("cluster", "cluster").prepared(config, trains=True)
     engine = RunningEngine(config, {name: value for name, value in asdict(options).items() if name != "log"}, ranks)
     served = engine.start()
     assert served.training is not None  # the command's configuration trains
@@ -92,7 +94,10 @@ def _learns_from_clients(config: Config) -> bool:
 def _work(parts: RunParts, source: Environment | None) -> Coroutine[Any, Any, None]:
     """All steps of the run."""
     config, steps = parts[0], _run_of(parts, source)
-    return run_in_cluster(config, steps) if config.cluster.wanted else steps.run()
+    if not config.cluster.wanted:
+        return steps.run()
+    work: Coroutine[Any, Any, None] = needed("cluster.running.run", "cluster").run_in_cluster(config, steps)
+    return work
 
 
 async def _watched(watch: MachineWatch, work: Coroutine[Any, Any, None]) -> None:
@@ -104,7 +109,12 @@ def _run_of(parts: RunParts, source: Environment | None) -> TrainingRun:
     """The run on an environment, on Atropos' groups, or on what the clients of a cluster send."""
     if source is not None:
         return EnvironmentRun(*parts, source=source)
-    return cluster_run(*parts) if _learns_from_clients(parts[0]) else atropos_run(*parts)
+    kind: type[TrainingRun]
+    if _learns_from_clients(parts[0]):
+        kind = needed("cluster.running.run", "cluster").ClusterRun
+    else:
+        kind = needed("atropos.run", "rl_training.atropos_url").AtroposRun
+    return kind(*parts)
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:

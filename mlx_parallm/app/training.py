@@ -13,7 +13,6 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters
 from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
-from mlx_parallm.app.extras import teacher_score
 from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
@@ -22,6 +21,7 @@ from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.engine.model_check import kept_verdict
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.extras_table import hooks, needed
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
@@ -47,6 +47,7 @@ from mlx_parallm.train.policy import PolicySnapshot
 from mlx_parallm.train.trainer import GRPOTrainer
 
 if TYPE_CHECKING:
+    from mlx_parallm.app.build import Served
     from mlx_parallm.extras.reward_models.service import RewardModels
 
 
@@ -162,6 +163,12 @@ class TrainingRuntime:
     on_end: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     is_asleep: Callable[[], bool] = lambda: False
 
+    def add_extras(self, hook: str, config: Config, served: Served) -> None:
+        """Puts in the extras that have this hook; see `extras_table`."""
+        for extra, install in hooks(hook):
+            if (offered := install(config, served, self)) is not None:
+                self.service.extras[extra] = offered
+
     async def start(self, restore: bool = True) -> None:
         """Trains the default adapter. `restore`: see `TrainingService.start_adapter`.
 
@@ -274,7 +281,7 @@ def _teacher(
     prompt_ids, bos_id = tokenizer.encode(prompt, False), bos[0] if len(bos) == 1 else None
     if config.url is None:
         return Teacher(engine_score(engine, adapters, config.adapter), config.timeout_s, prompt_ids, bos_id)
-    score, close = teacher_score(config)
+    score, close = needed("engines.teacher", "rl_training.teacher.url").teacher_at(config)
     return Teacher(score, config.timeout_s, prompt_ids, bos_id, close)
 
 

@@ -6,17 +6,15 @@ request → middlewares (`entry`) → body → schema → place in the queue →
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from functools import partial
-from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
 from mlx_parallm import __version__
-from mlx_parallm.optional_packages import is_extra
+from mlx_parallm.extras_table import hooks
 from mlx_parallm.server.api import completions, control, login, models, ops, root, stats, usage
 from mlx_parallm.server.api.adapters import route as adapter_routes
 from mlx_parallm.server.api.chat import route as chat
@@ -41,22 +39,6 @@ from mlx_parallm.server.services import Services
 if TYPE_CHECKING:
     from mlx_parallm.server.traces import Traces
 
-_log = logging.getLogger(__name__)
-
-
-def _there(*names: str) -> tuple[ModuleType, ...]:
-    """The modules with the routes of extras, as far as these extras are there."""
-    found: list[ModuleType] = []
-    for name in names:
-        try:
-            found.append(import_module(f"mlx_parallm.extras.{name}"))
-        except ModuleNotFoundError as error:
-            if not is_extra(error):
-                raise
-            _log.warning("routes are left out, because %s is not there", error.name)
-    return tuple(found)
-
-
 ROUTES = (
     completions,
     chat,
@@ -69,10 +51,8 @@ ROUTES = (
     training_routes,
     training_history,
     collected_routes,
-    *_there("people.route", "competition.route", "averages.route", "reward_models.route", "lessons.route"),
     schedule,
     control,
-    *_there("cluster.http.route"),
     usage,
     stats,
     login,
@@ -80,10 +60,13 @@ ROUTES = (
     tokens,
     generate,
     trainers,
-    *_there("tinker.route", "tinker.sampling", "tinker.weights"),
 )
-OLLAMA_ROUTES = _there("ollama.route", "ollama.embed", "ollama.models")
-ATROPOS_ROUTES = _there("atropos.route")
+"""Those of every server, without the routes of extras."""
+
+
+def all_routes(backend: Backend | None = None) -> tuple[ModuleType, ...]:
+    """The modules with the routes of a server's API; None: those of a server that serves every API."""
+    return (*ROUTES, *(module for _, routes in hooks("routes") for module in routes(backend)))
 
 
 def create_app(backend: Backend, traces: Traces | None = None) -> FastAPI:
@@ -94,10 +77,7 @@ def create_app(backend: Backend, traces: Traces | None = None) -> FastAPI:
     """
     app, config, services = _empty_app(), backend.config, Services.of(backend)
     app.state.services = services
-    modules: tuple[ModuleType, ...] = (*ROUTES, *(OLLAMA_ROUTES if config.ollama_api else ()))
-    modules += (dashboard,) if config.dashboard else ()
-    modules += (root,) if backend.extra("atropos") is None else ATROPOS_ROUTES
-    routes = _add_routes(app, modules)
+    routes = _add_routes(app, (*all_routes(backend), *((dashboard,) if config.dashboard else ()), root))
     install_handlers(app)
     add_middlewares(app, services, traces)
     app.openapi = partial(describe, app, routes, config.strict_fields)  # type: ignore[method-assign]
@@ -107,7 +87,7 @@ def create_app(backend: Backend, traces: Traces | None = None) -> FastAPI:
 def openapi_document() -> dict[str, Any]:
     """The OpenAPI document of a server that serves every API. No model is loaded."""
     app = _empty_app()
-    return describe(app, _add_routes(app, (*ROUTES, *OLLAMA_ROUTES, *ATROPOS_ROUTES)), strict_fields=False)
+    return describe(app, _add_routes(app, all_routes()), strict_fields=False)
 
 
 def _empty_app() -> FastAPI:
@@ -116,7 +96,10 @@ def _empty_app() -> FastAPI:
 
 
 def _add_routes(app: FastAPI, modules: Iterable[ModuleType]) -> list[Endpoint]:
-    """Adds all routes of the modules to the app, and returns them."""
-    routes = [route for module in modules for route in module.router.routes]
+    """Adds all routes of the modules to the app, and returns them. What two modules have is the first one's."""
+    routes: list[Endpoint] = []
+    for module in modules:
+        taken = [(route.path, route.methods) for route in routes]
+        routes += [route for route in module.router.routes if (route.path, route.methods) not in taken]
     app.router.routes.extend(routes)
     return routes

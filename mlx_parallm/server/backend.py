@@ -41,6 +41,6 @@ class Backend:
         return None if self.training is None else self.training.trajectories
 
     def extra(self, name: str) -> Any:
-        """What an extra of training offers to requests (see `app.extras`); None if the extra is not there, or the
+        """What an extra of training offers to requests (see `extras_table`); None if the extra is not there, or the
         server does not train."""
         return None if self.training is None else self.training.extras.get(name)

@@ -48,7 +48,7 @@ from mlx_parallm.server.api.grammar_fields import MAX_CHOICES, MAX_REGEX, MAX_SC
 from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
 from mlx_parallm.server.api.sampling_fields import MAX_STOPS
 from mlx_parallm.server.api.training.collected.route import MAX_SAMPLES
-from mlx_parallm.server.app import ATROPOS_ROUTES, OLLAMA_ROUTES, ROUTES, dashboard, openapi_document
+from mlx_parallm.server.app import all_routes, dashboard, openapi_document
 from mlx_parallm.server.errors import RULES
 
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -279,7 +279,7 @@ def test_every_benchmark_is_named() -> None:
 
 def test_methods_of_routes() -> None:
     """Of each span such as `POST /v1/score`."""
-    modules = (*ROUTES, *OLLAMA_ROUTES, *ATROPOS_ROUTES, dashboard)
+    modules = (*all_routes(), dashboard)
     routes = (route for module in modules for route in module.router.routes)
     known = {f"{method} {route.path_format}" for route in routes for method in route.methods}
     named = {

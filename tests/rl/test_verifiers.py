@@ -13,7 +13,6 @@ import pytest
 from rl.fake_verifiers import Box, DockerConfig, Env, PrimeConfig, Taskset, install
 from rl.rollout_rig import last_message, rig, text_of
 
-from mlx_parallm.app import extras  # noqa: F401  # so that names with the prefix have a loader
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import answers_of, environment
 

@@ -3,7 +3,7 @@
 import pytest
 from starlette.routing import Route
 
-from mlx_parallm.server.app import ROUTES
+from mlx_parallm.server import app
 
 pytestmark = pytest.mark.ci
 
@@ -19,7 +19,7 @@ def bearer(key):
 def all_routes(client):
     """(method, path) of everything the app's document and router know."""
     documented = {(method.upper(), path) for path, item in client.app.openapi()["paths"].items() for method in item}
-    routes = [*client.app.routes, *(route for routes in ROUTES for route in routes.router.routes)]
+    routes = [*client.app.routes, *(route for routes in app.all_routes() for route in routes.router.routes)]
     routed = {(method, route.path) for route in routes if isinstance(route, Route) for method in route.methods}
     return documented | routed
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
+from mlx_parallm.config.training import TeacherConfig
 from mlx_parallm.extras.engines.http import EngineServer
 from mlx_parallm.extras.engines.openai import COMPLETIONS, choices_of
 from mlx_parallm.rl.teachers import Score
+
+
+def teacher_at(config: TeacherConfig) -> tuple[Score, Callable[[], Awaitable[None]]]:
+    """How the teacher on another server scores, and what ends its connection."""
+    assert config.url is not None
+    key = config.api_key.get_secret_value() if config.api_key else ""
+    server = EngineServer("teacher's", config.url, key, 2 * config.timeout_s)  # `Teacher` has the shorter limit
+    return server_score(server, config.model or ""), server.close
 
 
 def server_score(server: EngineServer, model: str) -> Score:

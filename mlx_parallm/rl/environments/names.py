@@ -16,6 +16,7 @@ from typing import Any
 
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, shown
+from mlx_parallm.extras_table import needed
 from mlx_parallm.optional_packages import REASONING_GYM
 from mlx_parallm.rl.environments.builtin import BUILT_IN
 from mlx_parallm.rl.environments.files import FileTasks, find_tasks
@@ -58,7 +59,7 @@ def environment(name: str, rewarded: bool = False) -> Environment:
 
 def _environment(name: str, rewarded: bool) -> Environment:
     if (prefix := _prefix_of(name)) is not None:
-        return LOADERS[prefix](name)
+        return _LOADERS[prefix](name)
     if _OF_FILE in name:
         return _of_file(name)
     return find_tasks(name, rewarded) or _installed(name)()
@@ -81,7 +82,7 @@ def answers_of(name: str, rewarded: bool = False) -> FileTasks:
 
 
 def _prefix_of(name: str) -> str | None:
-    return next((prefix for prefix in LOADERS if name.startswith(prefix)), None)
+    return next((prefix for prefix in _LOADERS if name.startswith(prefix)), None)
 
 
 # ---- reasoning-gym -------------------------------------------------------------------------------
@@ -115,8 +116,13 @@ def _reasoning_gym(name: str) -> Environment:
     return ReasoningGym(task)
 
 
-LOADERS: dict[str, Callable[[str], Environment]] = {gym.PREFIX: _reasoning_gym}
-"""What loads the environments whose names have a prefix. Extras add to it."""
+def _verifiers(name: str) -> Environment:
+    loaded: Environment = needed("verifiers", "environment").load(name)
+    return loaded
+
+
+_LOADERS: dict[str, Callable[[str], Environment]] = {gym.PREFIX: _reasoning_gym, "verifiers:": _verifiers}
+"""What loads the environments whose names have a prefix."""
 
 
 # ---- one object each -----------------------------------------------------------------------------

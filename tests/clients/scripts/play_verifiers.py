@@ -9,7 +9,6 @@ import asyncio
 import json
 import sys
 
-import mlx_parallm.app.extras  # noqa: F401  # with which environments of verifiers have names
 from mlx_parallm.core.requests import FinishReason
 from mlx_parallm.core.text import ToolCall
 from mlx_parallm.rl.environments import Answer, environment

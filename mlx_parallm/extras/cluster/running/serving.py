@@ -22,6 +22,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.cluster.cards import Joined, SharedBase
 from mlx_parallm.extras.cluster.head import HeadSettings, head
 from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
+from mlx_parallm.extras.cluster.http.parts import join
 from mlx_parallm.extras.cluster.node import Node, NodeReport
 from mlx_parallm.extras.cluster.replica import (
     EVERY_INTERFACE,
@@ -31,9 +32,11 @@ from mlx_parallm.extras.cluster.replica import (
     own_address,
     replica,
 )
+from mlx_parallm.extras.cluster.running.collection import ClusterCollection
 from mlx_parallm.extras.cluster.state import locked_folder
 from mlx_parallm.extras.cluster.trainer import Trainer, trainer
 from mlx_parallm.model.loading import fingerprint_of, source_of
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.services import Services
 
 _PATIENCE_S, _AGAIN_S = 10.0, 0.5
@@ -124,6 +127,11 @@ async def _source(config: Config) -> tuple[Path, str]:
     """Where the base model is, and its fingerprint."""
     source = await asyncio.to_thread(source_of, config.model.base_model_path, False)
     return source, await asyncio.to_thread(fingerprint_of, source)
+
+
+def backend_of(node: Node, backend: Backend, default_adapter: str) -> Backend:
+    """The backend of a server that is this node."""
+    return join(backend, node, ClusterCollection(node, default_adapter))
 
 
 def begin_serving(node: Node, config: Config, services: Services, port: int) -> None:
