@@ -1,4 +1,4 @@
-"""`/v1/training/average` over HTTP. What becomes of an average is in `tests/app/test_averages.py`."""
+"""`/v1/training/average` over HTTP. What becomes of an average is in `tests/extras/averages/test_averages.py`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`/v1/training/lesson` over HTTP. How lessons teach is in `tests/app/test_lessons.py`."""
+"""`/v1/training/lesson` over HTTP. How lessons teach is in `tests/extras/lessons/test_lessons.py`."""
 
 from dataclasses import replace
 
