@@ -4,6 +4,7 @@ An extra is a module or a package of `mlx_parallm.extras`. It takes part by func
 here by their names:
 
 routes(backend)                     the modules of its routes in the server of a `Backend`; None: those of every server
+metrics(backend)                    the metrics that are read of it at each scrape
 install(config, served, training)   what it adds to a process that trains. Requests find what it returns by the name of
                                     the extra (`Backend.extra`); None: they ask for nothing
 serve(config, served, training)     the same for what only a server has; training has not started
@@ -24,11 +25,11 @@ from mlx_parallm.errors import ConfigError
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "people": ("routes", "install"),
-    "competition": ("routes", "install"),
+    "competition": ("routes", "metrics", "install"),
     "averages": ("routes", "serve"),
     "reward_models": ("routes", "install"),
     "lessons": ("routes", "install", "serve", "kept", "forget"),
-    "cluster": ("routes",),
+    "cluster": ("routes", "metrics"),
     "tinker": ("routes", "serve"),
     "ollama": ("routes",),
     "atropos": ("routes", "serve"),

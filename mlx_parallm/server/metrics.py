@@ -35,6 +35,7 @@ from mlx_parallm.core.requests import (
 from mlx_parallm.core.text import RepairKind
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import AbortedError
+from mlx_parallm.extras_table import hooks
 from mlx_parallm.rl.status import TrainingStatus
 from mlx_parallm.server import metrics_table as tables
 from mlx_parallm.server.access import NamedKey
@@ -43,9 +44,6 @@ from mlx_parallm.server.limits import Account, Accounts, SequenceGate
 from mlx_parallm.server.metrics_table import MODEL_LABEL, PREFIX, Labels, ServedCounts
 
 if TYPE_CHECKING:
-    from mlx_parallm.extras.cluster.cards import ClusterStatus, NodeInfo
-    from mlx_parallm.extras.competition.comparison import ComparisonCard
-    from mlx_parallm.extras.competition.service import CompetitionService
     from mlx_parallm.server.backend import Backend
 
 # -- the last minutes, which `/v1/stats` shows ------------------------------------------------------
@@ -314,7 +312,8 @@ class ServerMetrics(Collector):
         yield from tables.VERSIONS.read(self.adapters.by_labels())
         yield from tables.KEYS.read({(account.key.name,): account for account in self._accounts.all()})
         yield from self._training_metrics()
-        yield from self._cluster_metrics()
+        for _, metrics in hooks("metrics"):
+            yield from metrics(self._backend)
 
     def _training_metrics(self) -> Iterator[Metric]:
         """If the server does not train, the only sample is 0 collected trajectories, without a label."""
@@ -323,31 +322,6 @@ class ServerMetrics(Collector):
         by_adapter: dict[Labels, TrainingStatus] = {(status.adapter,): status for status in statuses}
         yield from tables.COLLECTED.read(by_adapter or {(): TrainingStatus()})
         yield from tables.TRAINING.read(by_adapter)
-        cards: dict[Labels, ComparisonCard] = {}
-        ended: dict[Labels, Mapping[str, int]] = {}
-        competition: CompetitionService | None = self._backend.extra("competition")
-        if competition is not None:
-            cards = {(card.adapter,): card for card in competition.cards(EVERYTHING)}
-            ended = {(status.adapter,): competition.ended(status.adapter) for status in statuses}
-        yield from tables.COMPARISONS.read(cards)
-        yield from tables.ENDED_COMPARISONS.read(ended)
-
-    def _cluster_metrics(self) -> Iterator[Metric]:
-        """The head has a series for each node that is present, so that one scrape shows the whole cluster; another node
-        has those of itself. The series of a node end when the node is gone."""
-        status: dict[Labels, ClusterStatus] = {}
-        nodes: dict[Labels, NodeInfo] = {}
-        head: dict[Labels, tables.Head] = {}
-        cluster = self._backend.cluster
-        if cluster is not None:
-            routes, now = cluster.client.routes, cluster.client.status()
-            status[()] = now
-            nodes = {tables.node_labels(node): node for node in now.nodes if routes or node.id == now.node_id}
-            if routes:
-                head[()] = tables.Head(now, cluster.counts)
-        yield from tables.CLUSTER.read(status)
-        yield from tables.NODES.read(nodes)
-        yield from tables.HEAD.read(head)
 
     def exposition(self, key: NamedKey) -> bytes:
         """The metrics that a key sees, in Prometheus's text format."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -28,9 +28,6 @@ from mlx_parallm.engine.figures import EngineStats
 if TYPE_CHECKING:
     from mlx_parallm.adapters.cards import AdapterStats
     from mlx_parallm.core.requests import RequestFinished
-    from mlx_parallm.extras.cluster.cards import ClusterStatus, NodeInfo
-    from mlx_parallm.extras.cluster.http.router import RoutingCounts
-    from mlx_parallm.extras.competition.comparison import ComparisonCard
     from mlx_parallm.rl.status import TrainingStatus
     from mlx_parallm.server.limits import Account, SequenceGate
 
@@ -446,107 +443,7 @@ TRAINING: Table[TrainingStatus] = Table(
     Counter("rl_turns", "Turns of episodes: first, continued or apart.", lambda status: status.turns, by=("reason",)),
     Counter("rl_divergences", "Figures beyond their limits.", lambda status: status.diverged, by=("signal", "action")),
 )
-COMPARISONS: Table[ComparisonCard] = Table(
-    ("adapter",),
-    Gauge(
-        "rl_comparison_running",
-        "1 while two versions of the adapter are compared.",
-        lambda card: card.verdict == "running",
-    ),
-    Gauge(
-        "rl_comparison_reward_mean",
-        "Mean reward of each version in the comparison that runs, or in the last one.",
-        lambda card: {
-            str(version.version): mean
-            for version, mean in ((card.live, card.live_mean), (card.candidate, card.candidate_mean))
-            if mean is not None
-        },
-        by=("version",),
-    ),
-)
-ENDED_COMPARISONS: Table[Mapping[str, int]] = Table(
-    ("adapter",),
-    Counter("rl_comparisons", "Comparisons ended, by verdict.", lambda by_verdict: by_verdict, by=("verdict",)),
-)
-
-# -- cluster: only nodes of one have samples ---------------------------------------------------------
-
-NODE_LABELS = ("node", "role")
-
-
-class Head(NamedTuple):
-    """A head's view of its cluster, and what its router has done."""
-
-    status: ClusterStatus
-    counts: RoutingCounts
-
-
-def node_labels(node: NodeInfo) -> Labels:
-    """The values of `NODE_LABELS`."""
-    return node.id, node.role.value
-
-
-NODES: Table[NodeInfo] = Table(
-    NODE_LABELS,
-    Gauge("cluster_node_ready", "1 while the node takes requests.", lambda node: node.ready),
-    Gauge(
-        "cluster_node_outstanding_tokens",
-        "Tokens of the requests that the node is answering: those of prompts, and those that may still be generated.",
-        lambda node: node.outstanding_tokens,
-    ),
-    Gauge(
-        "cluster_node_versions_held", "Shared adapter versions that the node can serve.", lambda node: len(node.holds)
-    ),
-)
-CLUSTER: Table[ClusterStatus] = Table(
-    (),
-    Gauge("cluster_connected", "1 while this node is connected to NATS.", lambda status: status.connected),
-    Gauge(
-        "cluster_versions_staged",
-        "Shared adapter versions, the live ones included.",
-        lambda status: len(status.versions.staged),
-    ),
-    Gauge(
-        "cluster_versions_live",
-        "Names of adapters that have a live shared version.",
-        lambda status: len(status.versions.live),
-    ),
-    Gauge(
-        "cluster_versions_unusable",
-        "Shared adapter versions that this node cannot serve.",
-        lambda status: len(status.unusable),
-    ),
-    Counter(
-        "cluster_nodes_lost", "Nodes that fell silent since this one was started.", lambda status: status.lost_total
-    ),
-)
-HEAD: Table[Head] = Table(
-    (),
-    Counter(
-        "cluster_requests_retried",
-        "Requests that the head began anew on another node.",
-        lambda head: head.counts.retried,
-    ),
-    Counter(
-        "cluster_streams_broken",
-        "Streams that ended with an error because their node was lost.",
-        lambda head: head.counts.broken,
-    ),
-    Gauge(
-        "cluster_requests_to_learn",
-        "Requests whose answers wait for the trainer of the adapter.",
-        lambda head: head.status.waiting,
-        by=("adapter",),
-    ),
-    Counter(
-        "cluster_requests",
-        "Requests that the head has sent to the node.",
-        lambda head: {node_labels(node): head.counts.requests[node.id] for node in head.status.nodes},
-        by=NODE_LABELS,
-    ),
-)
 ALL: tuple[Table[Any], ...] = (
     *(ENGINE, BASES, QUEUE, ADAPTERS, VERSIONS, KEYS),
-    *(COLLECTED, TRAINING, COMPARISONS, ENDED_COMPARISONS),
-    *(NODES, CLUSTER, HEAD),
+    *(COLLECTED, TRAINING),
 )

@@ -1,6 +1,6 @@
 """The outside inference engines: what each kind of server is asked, and which servers and answers are refused.
 
-test_engine_transcripts.py replays vLLM, SGLang and MAX; tests/extras/engines/test_split_mode.py runs against real servers.
+test_engine_transcripts.py replays vLLM, SGLang and MAX; extras/engines/test_split_mode.py runs against real servers.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.optional_packages import CLUSTER
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from mlx_parallm.config import Config
     from mlx_parallm.server.backend import Backend
 
@@ -17,6 +20,12 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
     from mlx_parallm.extras.cluster.http import route
 
     return (route,)
+
+
+def metrics(backend: Backend) -> Iterator[Metric]:
+    from mlx_parallm.extras.cluster.http.metrics import metrics as read
+
+    return read(backend)
 
 
 def prepared(config: Config, trains: bool = False) -> Config:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
     from mlx_parallm.app.build import Served
     from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.config import Config
@@ -17,6 +20,12 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
     from mlx_parallm.extras.competition import route
 
     return (route,)
+
+
+def metrics(backend: Backend) -> Iterator[Metric]:
+    from mlx_parallm.extras.competition.metrics import metrics as read
+
+    return read(backend)
 
 
 def install(config: Config, served: Served, training: TrainingRuntime) -> CompetitionService:
