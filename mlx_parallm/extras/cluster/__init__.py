@@ -23,7 +23,7 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
 
 
 def metrics(backend: Backend) -> Iterator[Metric]:
-    from mlx_parallm.extras.cluster.http.metrics import metrics as read
+    from mlx_parallm.extras.cluster.http.metric_table import metrics as read
 
     return read(backend)
 

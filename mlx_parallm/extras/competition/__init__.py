@@ -23,7 +23,7 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
 
 
 def metrics(backend: Backend) -> Iterator[Metric]:
-    from mlx_parallm.extras.competition.metrics import metrics as read
+    from mlx_parallm.extras.competition.metric_table import metrics as read
 
     return read(backend)
 
