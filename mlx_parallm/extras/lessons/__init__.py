@@ -30,7 +30,7 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
 
 
 def install(config: Config, served: Served, training: TrainingRuntime) -> None:
-    from mlx_parallm.extras.lessons.record import drop_earlier
+    from mlx_parallm.extras.lessons.record import install as drop_earlier
 
     drop_earlier(training.service)
 

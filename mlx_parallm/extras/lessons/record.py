@@ -30,7 +30,7 @@ _LESSON = TypeAdapter(LessonCard)
 _log = logging.getLogger(__name__)
 
 
-def drop_earlier(training: TrainingService) -> None:
+def install(training: TrainingService) -> None:
     """Drops what lessons have sampled in earlier processes: a lesson ends with its process."""
     drop = training.trajectories.buffer.drop_own
     training.hooks.begun.append(lambda adapter: drop(adapter, GROUPS, DropReason.STOPPED))
