@@ -123,18 +123,18 @@ async def _memory() -> Memory:
         await asyncio.sleep(SETTLE_S)
         base, _ = await made.on_device(made.footprint)
         peak_serving = made.trainer.peak_bytes
-        await made.training.start()
+        await made.training.start_adapter("default")
         started = (await made.on_device(made.footprint))[0] - base
         held = _watched(made)
         given = [
             GivenTrajectory(prompt[:50], tuple(range(1000 + at, 1012 + at)), float(at % 8), group_id=str(at // 8))
             for at, prompt in enumerate([made.prompts[0]] * 32)
         ]
-        await made.training.service.update(None, given)
+        await made.training.update(None, given)
         bank = made.served.adapters.stats().bank_bytes
         await made.load(CLIENTS, lambda: made.status().updates_total >= 4)
         peak = made.trainer.peak_bytes
-        adapter = 4 * made.training.learner.trainer.policies["default"].parameters
+        adapter = 4 * made.training.parts.learner.trainer.policies["default"].parameters
         return Memory(adapter, base, started, max(held) - base, bank, peak_serving, peak)
 
 
@@ -180,7 +180,7 @@ def measure_load(updates: int) -> Load:
 async def _load(updates: int) -> Load:
     async with rig(_config(), GROUP, TOKENS) as made:
         base = await made.on_device(made.base_arrays)
-        await made.training.start()
+        await made.training.start_adapter("default")
         began = time.monotonic()
         footprints = []
         for target in (min(20, updates), updates):

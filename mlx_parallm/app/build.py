@@ -16,10 +16,11 @@ import mlx.core as mx
 
 from mlx_parallm.adapters.runs import JOURNAL, Run, open_run
 from mlx_parallm.adapters.service import AdapterService
+from mlx_parallm.app.adapters import KnownAdapters
 from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice, base_paths, device_schedule, mlx_limits
 from mlx_parallm.app.checks import check
 from mlx_parallm.app.parts import Parts
-from mlx_parallm.app.training import TrainingInputs, TrainingRuntime, build_trainer, build_training
+from mlx_parallm.app.training import TrainingInputs, build_trainer, build_training
 from mlx_parallm.config import Config
 from mlx_parallm.core.device import TrainingWork
 from mlx_parallm.core.engine import EngineClient, ModelCard
@@ -29,7 +30,7 @@ from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.machine_watch import MachineWatch
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import StorageError
-from mlx_parallm.extras_table import find, needed
+from mlx_parallm.extras_table import find, hooks, needed
 from mlx_parallm.machine.processors import BlasThreads
 from mlx_parallm.model.device import MemoryLimits, device_name, on_cpu, set_limits
 from mlx_parallm.model.loading import find_model
@@ -37,6 +38,7 @@ from mlx_parallm.model.tokenizer import Tokenizer
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.service import TrainingService
 
 if TYPE_CHECKING:
     from mlx_parallm.extras.ranks.joining import Ranks
@@ -54,6 +56,7 @@ class Served:
     engine: answers generation requests
     training: None if the server does not train
     run: the folder of checkpoints; None if no checkpoints are saved
+    known: the adapters of the base model
     others: names of the other base models, which are loaded when they are asked for
     """
 
@@ -63,8 +66,9 @@ class Served:
     limits: MemoryLimits
     adapters: AdapterService
     engine: EngineClient
-    training: TrainingRuntime | None
+    training: TrainingService | None
     run: Run | None
+    known: KnownAdapters
     others: tuple[str, ...] = ()
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
@@ -75,7 +79,14 @@ class Served:
         """Passes on the events of a request, and collects it for training if it has a `collection`."""
         if self.training is None or request.collection is None:
             return events
-        return self.training.service.trajectories.collect(request, events)
+        return self.training.trajectories.collect(request, events)
+
+
+def install_extras(hook: str, config: Config, served: Served, training: TrainingService) -> None:
+    """Puts in the extras that have this hook; see `extras_table`."""
+    for extra, install in hooks(hook):
+        if (offered := install(config, served, training)) is not None:
+            training.extras[extra] = offered
 
 
 class RunningEngine:
@@ -127,7 +138,7 @@ class RunningEngine:
             self.load_seconds = time.monotonic() - started
             assert self._served is not None
             if self._served.training is not None:
-                self._served.training.add_extras("install", self.config, self._served)
+                install_extras("install", self.config, self._served, self._served.training)
             if self.shared.run is not None and training:
                 self._record = self._begin_record(self.shared.run, self._served)
         except BaseException:  # an interrupt too: the folder must not stay locked
@@ -206,7 +217,16 @@ def build(base: BaseModel, shared: SharedDevice, inputs: TrainingInputs | None) 
     training, work = _training(base, built, shared, inputs)
     others = tuple(other.name for other in shared.bases[1:])
     served = Served(
-        base.card, base.tokenizer, device_name(), limits, base.adapters, shared.processor, training, shared.run, others
+        base.card,
+        base.tokenizer,
+        device_name(),
+        limits,
+        base.adapters,
+        shared.processor,
+        training,
+        shared.run,
+        base.known,
+        others,
     )
     parts = base.parts(built, work)
     mx.reset_peak_memory()
@@ -215,7 +235,7 @@ def build(base: BaseModel, shared: SharedDevice, inputs: TrainingInputs | None) 
 
 def _training(
     base: BaseModel, built: Built, shared: SharedDevice, inputs: TrainingInputs | None
-) -> tuple[TrainingRuntime | None, TrainingWork | None]:
+) -> tuple[TrainingService | None, TrainingWork | None]:
     """The service that trains, and its work on the device; nothing if training is off."""
     config, processor, manager = shared.config, shared.processor, built.manager
     stall_s = device_schedule(config, on_cpu()).max_decode_stall_s

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from mlx_parallm.app.build import Served
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, EngineKind
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Event, GenerationRequest
@@ -36,6 +35,7 @@ from mlx_parallm.rl.rollouts.answers import (
 from mlx_parallm.rl.rollouts.engine import InferenceEngine, SharedEngine
 from mlx_parallm.rl.rollouts.episodes import Episodes
 from mlx_parallm.rl.rollouts.tasks import without
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import LevelCard, TrainingEvent
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class EnvironmentRollouts:
         self,
         config: Config,
         served: Served,
-        training: TrainingRuntime,
+        training: TrainingService,
         source: Environment,
         group_size: int,
         on_drawn: OnSampled = lambda _, __: None,
@@ -94,7 +94,7 @@ class EnvironmentRollouts:
         self._taken = taken
         self._rollouts = self._build(tasks, taken)
         if self._curriculum is not None:
-            self._training.service.add_sink(self._learn_rewards)
+            self._training.add_sink(self._learn_rewards)
 
     async def open_inference(self, cluster: InferenceEngine | None = None) -> None:
         """Opens the engine that samples.
@@ -112,7 +112,7 @@ class EnvironmentRollouts:
             engines = needed("engines.building", "inference.engine")
             inference = engines.outside_engine(self._config, self._served, cluster)
         self._inference = inference
-        await inference.open(self._training.service.status().current or BASE_ADAPTER)
+        await inference.open(self._training.status().current or BASE_ADAPTER)
 
     @property
     def taken(self) -> int:
@@ -127,12 +127,12 @@ class EnvironmentRollouts:
     @property
     def live(self) -> AdapterRef:
         """The version that answers tasks now."""
-        return self._training.service.status().current or BASE_ADAPTER
+        return self._training.status().current or BASE_ADAPTER
 
     @property
     def quiet_s(self) -> float:
         """Seconds for which no rollout has asked the engine; 0 while it draws, or scores with a reward model."""
-        is_busy = self._asking or self._training.scorers.on_device
+        is_busy = self._asking or self._training.parts.scorers.on_device
         return 0.0 if is_busy else time.monotonic() - self._asked_at
 
     def number_of(self, group_id: str) -> int | None:
@@ -182,7 +182,7 @@ class EnvironmentRollouts:
 
     def _tasks(self, taken: int, state: Mapping[str, float] | None) -> Iterator[Task]:
         """The environment's tasks after the first `taken`."""
-        tasks = without(self._source.tasks(self._config.rl_training.seed), self._training.held_out)
+        tasks = without(self._source.tasks(self._config.rl_training.seed), self._training.parts.held_out)
         curriculum = self._config.rl_training.curriculum
         if not curriculum.enabled:
             return itertools.islice(tasks, taken, None)
@@ -239,7 +239,7 @@ class EnvironmentRollouts:
             return None
         episodes = Episodes(
             self._source,
-            self._training.environment_thread,
+            self._training.parts.environment_thread,
             self._ask,
             self._collect_episodes,
             self._served.tokenizer,
@@ -252,7 +252,7 @@ class EnvironmentRollouts:
         """See `Collector.collect_episodes`. A group without a signal ends there without an event, so its rewards are
         noted here. Rewards of a scoring function come as an event."""
         self._learn(trajectories[0].group_id, rewards.values())
-        return await self._training.service.trajectories.collect_episodes(trajectories, rewards)
+        return await self._training.trajectories.collect_episodes(trajectories, rewards)
 
     def _generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """Draws from the inference engine, and collects what it draws."""

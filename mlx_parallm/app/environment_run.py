@@ -272,14 +272,13 @@ class EnvironmentRun(TrainingRun):
     source: Environment
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         window = max(self.options.prompts_per_step, _MIN_WINDOW)
         self.failures = deque[str](maxlen=window)  # "" for a task that succeeded
         options, config = self.options, self.config
         self.rollouts = EnvironmentRollouts(
             config,
             self.served,
-            self.training,
+            self.service,
             self.source,
             options.group_size,
             lambda number, count: self.step_rollouts.answered(number, count),
@@ -370,7 +369,7 @@ class EnvironmentRun(TrainingRun):
 
     @property
     def _why_unscored(self) -> str:
-        return f"{_UNSCORED}: {self.training.scorers.last_fault or 'it took too long'}"
+        return f"{_UNSCORED}: {self.service.parts.scorers.last_fault or 'it took too long'}"
 
     @property
     def _refills(self) -> int:

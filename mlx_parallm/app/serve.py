@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 from mlx_parallm import logs
 from mlx_parallm.app import banner
 from mlx_parallm.app.all_adapters import AllAdapters
-from mlx_parallm.app.build import RunningEngine, Served
+from mlx_parallm.app.build import RunningEngine, Served, install_extras
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.app.models import BaseSet, build_base_set
 from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
 from mlx_parallm.app.tracking import metrics_file, start_tracking
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.extras_table import find, needed
 from mlx_parallm.rl.environments import Environment
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server import request_log
@@ -107,7 +107,7 @@ def _started(served: Served, config: Config, app: FastAPI, node: Node | None, po
     if served.training is not None:
         key = config.server.api_key
         url = f"{banner.base_url(config.server, port)}/v1"
-        served.training.scorers.judge_by(url, key.get_secret_value() if key else "")
+        served.training.parts.scorers.judge_by(url, key.get_secret_value() if key else "")
     banner.show(served, config, port)
 
 
@@ -130,7 +130,6 @@ class IntegratedServer:
         self._training_closed = False
         self._tracking: Tracking | None = None
         self._environment: Environment | None = None
-        self._rollouts: ServerRollouts | None = None
 
     async def run_inference(self, host: str | None = None, port: int | None = None) -> int:
         """Serves HTTP until SIGTERM or SIGINT, and returns the process's exit code. `run_training_loop` ends with it.
@@ -152,10 +151,10 @@ class IntegratedServer:
         try:
             served, serve = await asyncio.gather(self._load(), asyncio.to_thread(_import_http))
             run, training = served.run.path if served.run else None, served.training
-            deletion = Deletion(config, run, training.service if training else None)
+            deletion = Deletion(config, run, training)
             models, adapters = await asyncio.to_thread(build_base_set, self._engine, templates, deletion)
             if traces is not None and training is not None:
-                training.service.add_sink(traces.training.on_event)
+                training.add_sink(traces.training.on_event)
             async with _node_of(config, served) as node:
                 app = self._create_app(served, config, models, adapters, traces, node)
                 if self._trains:  # requests can only be collected once the adapter is trained
@@ -184,8 +183,7 @@ class IntegratedServer:
     ) -> FastAPI:
         from mlx_parallm.server.app import create_app
 
-        training = served.training.service if served.training else None
-        backend = Backend(served.engine, adapters, models, config.server, training)
+        backend = Backend(served.engine, adapters, models, config.server, served.training)
         if node is not None:
             backend = needed("cluster.running.serving", "cluster").backend_of(
                 node, backend, config.adapters.default_adapter
@@ -241,7 +239,7 @@ class IntegratedServer:
                 self._environment = await asyncio.to_thread(environment_of, self._config)
                 self._served = await asyncio.to_thread(self._engine.start)
                 if (training := self._served.training) is not None:
-                    training.add_extras("serve", self._config, self._served)
+                    install_extras("serve", self._config, self._served, training)
             return self._served
 
     async def _stop(self) -> None:
@@ -252,23 +250,24 @@ class IntegratedServer:
         finally:
             await release(self._engine.stop)
 
-    async def _start_training(self, training: TrainingRuntime, served: Served) -> None:
-        await training.start()
-        await training.service.start_again()
+    async def _start_training(self, training: TrainingService, served: Served) -> None:
+        await training.start_adapter(training.default_adapter)
+        await training.start_again()
         assert served.run is not None  # a server that trains keeps checkpoints
         earlier = await asyncio.to_thread(events_of, metrics_file(served.run))
-        training.service.past.restore(earlier)
+        training.past.restore(earlier)
         self._tracking = start_tracking(self._config, served.run)
-        training.service.track(self._tracking)
-        self._engine.watch.attach(training.service.hold)
-        for start in training.on_start:
-            await start()
+        training.track(self._tracking)
+        self._engine.watch.attach(training.hold)
+        for started in training.hooks.started:
+            await started()
         if self._environment is not None:
-            self._rollouts = ServerRollouts(self._config, served, training, self._environment)
-            await self._rollouts.open()
-            training.service.own_rollouts = self._rollouts.status
-            training.service.loop().own_progress = self._rollouts.progress
-            self._rollouts.start()
+            rollouts = ServerRollouts(self._config, served, training, self._environment)
+            training.hooks.ending.append(rollouts.close)
+            await rollouts.open()
+            training.own_rollouts = rollouts.status
+            training.loop().own_progress = rollouts.progress
+            rollouts.start()
 
     async def _close_training(self) -> None:
         """Closes training once. A second caller waits until it is closed."""
@@ -278,10 +277,6 @@ class IntegratedServer:
                 return
             self._training_closed = True
             try:
-                for end in training.on_end:
-                    await end()
-                if self._rollouts is not None:
-                    await self._rollouts.close()
                 await training.close()
             finally:
                 if self._tracking is not None:

@@ -8,13 +8,13 @@ from functools import partial
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
 from mlx_parallm.app.reward import check_scorable
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.rollouts.answers import group_prefixes, task_number
 from mlx_parallm.rl.rollouts.driver import RolloutDriver
 from mlx_parallm.rl.runs.listing import RUN_TASKS
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import RolloutStatus
 
 _GROUPS_LOOKED_AT = 1000
@@ -43,11 +43,11 @@ class ServerRollouts:
         self,
         config: Config,
         served: Served,
-        training: TrainingRuntime,
+        training: TrainingService,
         source: Environment,
     ) -> None:
         self._config, self._served = config.rl_training, served
-        self._service = training.service
+        self._service = training
         size, rows = self._config.rollout_group_size, config.server.max_batch_size
         loop = self._service.loop()
 

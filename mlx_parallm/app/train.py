@@ -20,7 +20,6 @@ from mlx_parallm.app.reward import check_scorable
 from mlx_parallm.app.serve import follow, ranks_of
 from mlx_parallm.app.tracking import start_tracking
 from mlx_parallm.app.train_progress import TrainOptions, TrainView
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.app.training_run import TrainingRun
 from mlx_parallm.config import Config
 from mlx_parallm.engine.machine_watch import MachineWatch
@@ -29,10 +28,11 @@ from mlx_parallm.extras_table import needed
 from mlx_parallm.rl import divergence
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.runs.record import RunState
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.rl.updates import plateau, reports
 
-RunParts = tuple[Config, TrainOptions, TrainView, Served, TrainingRuntime, Tracking]
+RunParts = tuple[Config, TrainOptions, TrainView, Served, TrainingService, Tracking]
 
 _SHOWN = (reports.__name__, divergence.__name__, plateau.__name__)
 """Loggers of what the view shows too."""

@@ -95,7 +95,7 @@ def run_facts(config: Config, options: TrainOptions, served: Served) -> Mapping[
         "update": f"{training.algorithm}, {options.prompts_per_step} prompts x {options.group_size} samples, "
         f"learning rate {training.optimizer.learning_rate:g}",
         **_inference_facts(config),
-        **_evaluation_facts(config, len(served.training.held_out) if served.training else 0),
+        **_evaluation_facts(config, len(served.training.parts.held_out) if served.training else 0),
         "checkpoints": checkpoints_text(served.run),
         **({"log": str(metrics_file(served.run, options.log))} if served.run else {}),
     }

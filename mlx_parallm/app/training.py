@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -21,12 +20,12 @@ from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.engine.model_check import kept_verdict
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import UnsupportedModelError
-from mlx_parallm.extras_table import hooks, needed
+from mlx_parallm.extras_table import needed
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.rl.environments import Task, answers_of, read_system_prompt
+from mlx_parallm.rl.environments import answers_of, read_system_prompt
 from mlx_parallm.rl.environments.files import FileTasks
 from mlx_parallm.rl.environments.names import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
@@ -47,7 +46,6 @@ from mlx_parallm.train.policy import PolicySnapshot
 from mlx_parallm.train.trainer import GRPOTrainer
 
 if TYPE_CHECKING:
-    from mlx_parallm.app.build import Served
     from mlx_parallm.extras.reward_models.service import RewardModels
 
 
@@ -137,57 +135,6 @@ def footprint_of(model: nn.Module, plan: CachePlan, bank: AdapterBank, head_rank
     return short if most > 2 * (SEGMENT / SHORT_SEGMENT) * least else footprint
 
 
-@dataclass(slots=True)
-class TrainingRuntime:
-    """The service that collects and learns, and its parts.
-
-    Attributes:
-        known: the adapters of the base model.
-        environment_thread: where all rollouts of environments run.
-        held_out: the tasks of evaluations, which are not to be trained on.
-        teacher: see `TrainingParts`.
-        on_start, on_end: what extras do when the training of a server starts, and before it ends.
-        is_asleep: whether the server sleeps, so that no rollouts are wanted now.
-    """
-
-    service: TrainingService
-    scorers: ScoringService
-    learner: Learner
-    reward_models: RewardModels | None
-    known: KnownAdapters
-    default_adapter: str
-    environment_thread: EnvironmentThread
-    held_out: tuple[Task, ...] = ()
-    teacher: Teacher | None = None
-    on_start: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    on_end: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
-    is_asleep: Callable[[], bool] = lambda: False
-
-    def add_extras(self, hook: str, config: Config, served: Served) -> None:
-        """Puts in the extras that have this hook; see `extras_table`."""
-        for extra, install in hooks(hook):
-            if (offered := install(config, served, self)) is not None:
-                self.service.extras[extra] = offered
-
-    async def start(self, restore: bool = True) -> None:
-        """Trains the default adapter. `restore`: see `TrainingService.start_adapter`.
-
-        Raises:
-            ConfigError, StorageError: the journal of the run cannot be used.
-            InvalidRequestError, ConflictError: its live version cannot be trained with this configuration.
-        """
-        await self.service.start_adapter(self.default_adapter, restore)
-
-    async def close(self) -> None:
-        try:
-            await self.service.close()
-        finally:
-            self.environment_thread.close()
-            await self.scorers.close()
-            if self.teacher is not None:
-                await self.teacher.close()
-
-
 @dataclass(frozen=True, slots=True)
 class TrainingInputs:
     """What training reads of files and packages, before the model is loaded.
@@ -221,7 +168,7 @@ def build_training(
     journal: Journal,
     reward_models: RewardModels | None,
     inputs: TrainingInputs,
-) -> TrainingRuntime:
+) -> TrainingService:
     """The service that learns from collected trajectories, with its scorers. It closes the journal.
 
     Raises:
@@ -229,8 +176,7 @@ def build_training(
     """
     checkpoints = known.library.checkpoints
     assert checkpoints is not None  # a server that trains has a run
-    learner = Learner(processor, trainer)
-    training, default = trainer.config, config.adapters.default_adapter
+    training = trainer.config
     held_out, thread = inputs.held_out, EnvironmentThread()
     scorers = ScoringService(
         training.scoring_processes,
@@ -248,7 +194,7 @@ def build_training(
             return PolicySnapshot(await adapters.weights(version), {}, 0)
 
     parts = TrainingParts(
-        learner=learner,
+        learner=Learner(processor, trainer),
         adapters=adapters,
         checkpoints=PolicyCheckpoints(checkpoints, known.registry),
         scorers=scorers,
@@ -260,10 +206,10 @@ def build_training(
         tasks=inputs.tasks,
         journal=journal,
         teacher=_teacher(processor, adapters, tokenizer, training, inputs.teacher_prompt),
+        environment_thread=thread,
+        held_out=() if held_out is None else held_out.tasks,
     )
-    service = TrainingService(parts, default)
-    tasks = () if held_out is None else held_out.tasks
-    return TrainingRuntime(service, scorers, learner, reward_models, known, default, thread, tasks, parts.teacher)
+    return TrainingService(parts, config.adapters.default_adapter)
 
 
 def _teacher(

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from mlx_parallm.app.build import Served
 from mlx_parallm.app.train_progress import SampleText, TrainOptions, TrainView, run_facts
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Action, Config
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 from mlx_parallm.rl.runs.listing import RUN_STEPS, RUN_TASKS
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.rl.tracking.tracking import Record, Tracking
 from mlx_parallm.rl.updates.run import UNTAUGHT_S
@@ -71,14 +71,11 @@ class TrainingRun(ABC):
     options: TrainOptions
     view: TrainView
     served: Served
-    training: TrainingRuntime
+    service: TrainingService
     tracking: Tracking
     cluster: ClusterTraining | None = None
     drawn: int = field(default=0, init=False)
     wanted: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.service = self.training.service
 
     # -- where the groups come from --------------------------------------------------------------
 
@@ -108,7 +105,7 @@ class TrainingRun(ABC):
         """Makes the steps that are left. The checkpoint of the last one is tagged."""
         options = self.options
         try:
-            await self.training.start(self.restores)
+            await self.service.start_adapter(self.service.default_adapter, self.restores)
             await self.service.pause()  # each step makes its own update when its trajectories are scored
             if self.cluster is not None:
                 await self.cluster.begin()
@@ -129,7 +126,7 @@ class TrainingRun(ABC):
             try:
                 await self._close()
             finally:
-                await self.training.close()
+                await self.service.close()
                 await self._ended()
 
     def _progress(self) -> tuple[int, int]:

@@ -40,7 +40,7 @@ class Ours:
     def trainer(self) -> GRPOTrainer:
         """The engine's own trainer."""
         assert self._served.training is not None  # `run.opened` turns training on
-        return self._served.training.learner.trainer
+        return self._served.training.parts.learner.trainer
 
     async def publish(self, weights: AdapterWeights) -> None:
         """Makes the adapters. All have the same weights, whose values do not change the time."""

@@ -17,6 +17,8 @@ class TrainingHooks:
     added. `str` is the name of an adapter.
 
     Attributes:
+        started: a server has begun to train.
+        ending: training is about to end; what it needs still works.
         too_late: opinions that the last process acknowledged, of answers that waited and are too old by now.
         begun: the training of an adapter begins or goes on, from its live version.
         before_change: an adapter is about to be updated, rolled back or stopped. Raises ConflictError: it must not be.
@@ -29,6 +31,8 @@ class TrainingHooks:
         check_integrity: raises AssertionError.
     """
 
+    started: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    ending: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
     too_late: list[Callable[[Sequence[Feedback]], Awaitable[None]]] = field(default_factory=list)
     begun: list[Callable[[str], None]] = field(default_factory=list)
     before_change: list[Callable[[str], None]] = field(default_factory=list)

@@ -55,6 +55,7 @@ class TrainingService:
         changes: what must not be cut off by a client that leaves.
         ledger: counts what was learnt from.
         past: what has happened in the training of each adapter. `emit`, `add_sink`: see `EventHub`.
+        is_asleep: whether the server sleeps, so that no rollouts are wanted now.
         own_rollouts: the status of the rollouts that the server samples by itself; None: it samples none.
     """
 
@@ -75,6 +76,7 @@ class TrainingService:
         self.past = EventHistory()
         self.add_sink(self.past.on_event)
         self.add_sink(self._on_event)
+        self.is_asleep: Callable[[], bool] = lambda: False
         self.own_rollouts: Callable[[], RolloutStatus] | None = None
         self._tracking: Tracking | None = None
         url = config.divergence.webhook
@@ -186,6 +188,18 @@ class TrainingService:
         Raises:
             Exception: the error of the first adapter that could not be saved. The others are saved.
         """
+        parts = self.parts
+        try:
+            for ending in self.hooks.ending:
+                await ending()
+            await self._close_adapters()
+        finally:
+            parts.environment_thread.close()
+            await parts.scorers.close()
+            if parts.teacher is not None:
+                await parts.teacher.close()
+
+    async def _close_adapters(self) -> None:
         await self.changes.cancel()
         for closed in self.hooks.closed:
             closed()

@@ -128,7 +128,7 @@ class TestedModel:
     def trainer(self) -> GRPOTrainer:
         """The engine's own trainer."""
         assert self.served.training is not None  # `opened` turns training on
-        return self.served.training.learner.trainer
+        return self.served.training.parts.learner.trainer
 
     # -- the plain model -------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ async def opened(name: str, path: str | None, folder: Path) -> AsyncIterator[Tes
     }
     async with started(configure(path, LoRAConfig(RANK, SCALE * RANK), None, **keys)) as (engine, served):
         assert served.training is not None  # `configure` turns training on
-        layout, card = served.training.learner.trainer.model.layout, served.card
+        layout, card = served.training.parts.learner.trainer.model.layout, served.card
         plain = await engine.processor.run(lambda: PlainModel(path))
         rounding = await engine.processor.run(lambda: measured(plain, layout, card))
         yield TestedModel(name, path, engine, served, plain, rounding)

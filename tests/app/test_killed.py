@@ -21,7 +21,6 @@ from tiny import save_tiny
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.app.build import Served
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import (
     CollectionSpec,
@@ -35,6 +34,7 @@ from mlx_parallm.core.requests import (
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.people.service import Edit
+from mlx_parallm.rl.service import TrainingService
 
 pytestmark = pytest.mark.ci
 
@@ -54,7 +54,7 @@ def given(number: int) -> list[GivenTrajectory]:
     return [GivenTrajectory((5, 6), (8 + number + each, 2), float(each), "a") for each in range(4)]
 
 
-async def digest(training: TrainingRuntime) -> str:
+async def digest(training: TrainingService) -> str:
     weights = (await training.learner.snapshot(training.learner.state("default"))).weights
     content = b"".join(
         np.ascontiguousarray(leaf).tobytes()
@@ -92,7 +92,7 @@ async def rounds(path: Path, count: int) -> AsyncIterator[Found]:
     )
     async with server.session() as served:
         assert served.training is not None
-        service = served.training.service
+        service = served.training
         waiting: dict[str, list[object]] = {
             each.trajectory_id: [member.state, member.reward]
             for each, member in service.trajectories.buffer.newest(100)
@@ -110,7 +110,7 @@ async def rounds(path: Path, count: int) -> AsyncIterator[Found]:
             report = await service.update(given=given(number))
             first, second = await drawn(served, f"r{report.step}", report.adapter, number)
             await service.trajectories.feedback(first, number / 4, "ann")
-            edit = await served.training.service.extras["people"].edit(
+            edit = await served.training.extras["people"].edit(
                 Edit("default", (5, 6), (9 + number, 2), () if number % 2 else (7, 2))
             )
             answers = ["chosen"] if number % 2 else ["chosen", "rejected"]

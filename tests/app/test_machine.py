@@ -255,7 +255,7 @@ async def test_a_server_on_battery_serves_and_learns_when_the_charger_is_back(tm
     server = RLIntegratedServer(tmp_path / "model", LoRAConfig(rank=4), RLConfig(batch_size=2), **keys)
     async with server.session() as served:
         assert served.training is not None
-        service = served.training.service
+        service = served.training
         while service.status().pause_reason is None:
             await asyncio.sleep(0.01)
         asked = GenerationRequest(

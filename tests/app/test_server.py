@@ -18,10 +18,10 @@ from tiny import save_tiny
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app.serve import IntegratedServer
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import configure
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar import trial
+from mlx_parallm.rl.service import TrainingService
 
 LORA, RL = LoRAConfig(rank=4, alpha=8.0), RLConfig(learning_rate=1e-3, batch_size=4)
 MARKED = {"collect_trajectory": True, "prompt": "abc", "n": 4, "max_tokens": 4, "seed": 1}
@@ -112,13 +112,13 @@ def test_cancelled_again_and_again_it_leaves_no_device_thread(tmp_path: Path) ->
 
 @pytest.mark.timeout(120)
 async def test_the_first_request_after_ready_can_be_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = TrainingRuntime.start
+    start = TrainingService.start_adapter
 
-    async def slowly(self: TrainingRuntime) -> None:
+    async def slowly(self: TrainingService, name: str) -> None:
         await asyncio.sleep(0.5)
-        await start(self)
+        await start(self, name)
 
-    monkeypatch.setattr(TrainingRuntime, "start", slowly)
+    monkeypatch.setattr(TrainingService, "start_adapter", slowly)
     server, port = make(tmp_path), free_port()
     async with running(server.run_inference(port=port), server.run_training_loop(), port=port) as client:
         answer = await client.post("/v1/completions", json=MARKED)

@@ -110,13 +110,13 @@ async def test_an_adapter_of_the_server_teaches_as_the_model_with_its_weights_me
     logprobs = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
     given = [GivenTrajectory(prompt, answer, sampling_logprobs=(-5.0, -5.0))]
     async with RLIntegratedServer(tmp_path / "model", LORA, rl, **keys).session() as served:
-        report = await served.training.service.update(given=given)
+        report = await served.training.update(given=given)
         assert report.status == "skipped"
         assert "the teacher failed: " in report.reason
         assert "tone" in report.reason
         await served.adapters.publish("tone", weights, VersionInfo.of(weights))
-        ((first, second),), problem = await served.training.teacher.logprobs([answered(prompt, answer)])
-        report = await served.training.service.update(given=given)
+        ((first, second),), problem = await served.training.parts.teacher.logprobs([answered(prompt, answer)])
+        report = await served.training.update(given=given)
     assert problem == ""
     assert (first, second) == pytest.approx((logprobs[2][9], logprobs[3][11]), abs=1e-4)
     assert report.status == "published"

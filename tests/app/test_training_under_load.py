@@ -19,7 +19,6 @@ from trainers import logprobs
 
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
 from mlx_parallm.app.build import RunningEngine, Served
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import LoRAConfig, RLConfig, configure
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import (
@@ -32,6 +31,7 @@ from mlx_parallm.core.requests import (
     WorkClass,
 )
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.data import answered
 from mlx_parallm.train.packing import pack, split_samples
@@ -51,14 +51,14 @@ class Rig:
 
     engine: RunningEngine
     served: Served
-    training: TrainingRuntime
+    training: TrainingService
     weights: dict[AdapterRef, AdapterWeights | None] = field(default_factory=lambda: {BASE_ADAPTER: None})
     drawn: list[Trajectory] = field(default_factory=list)
     failed: list[Exception] = field(default_factory=list)
 
     @property
     def trainer(self) -> GRPOTrainer:
-        return self.training.learner.trainer
+        return self.training.parts.learner.trainer
 
     async def complete(self, number: int, group: int = 2) -> None:
         """One collected request of whatever the route gives."""
@@ -74,7 +74,7 @@ class Rig:
                 collection=CollectionSpec(),
             )
             events = self.served.engine.generate(request)
-            async for event in self.training.service.trajectories.collect(request, events):
+            async for event in self.training.trajectories.collect(request, events):
                 if isinstance(event, RequestFailed):
                     self.failed.append(event.error)
                 if isinstance(event, RequestFinished):
@@ -82,7 +82,7 @@ class Rig:
 
     async def _reward(self, ids: Sequence[str]) -> None:
         for trajectory_id in ids:
-            await self.training.service.trajectories.feedback(trajectory_id, random.Random(trajectory_id).random())
+            await self.training.trajectories.feedback(trajectory_id, random.Random(trajectory_id).random())
 
     async def on_device(self, call):
         return await self.engine.processor.run(call)
@@ -97,7 +97,7 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
     assert served.training is not None
     made = Rig(engine, served, served.training)
     _watch(made)
-    await made.training.start()
+    await made.training.start_adapter("default")
     try:
         yield made
     finally:
@@ -107,7 +107,7 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
 
 def _watch(made: Rig) -> None:
     """Keeps each version's weights as they were when it was staged, and every trajectory."""
-    store, collector = made.served.adapters._store, made.training.service.trajectories
+    store, collector = made.served.adapters._store, made.training.trajectories
     stage, add_group = store.stage, collector._add_group
 
     def staged(version: Version, weights: AdapterWeights | None = None, **how: bool) -> Future[AdapterRef]:
@@ -132,14 +132,14 @@ async def test_a_hundred_updates_beside_eight_clients(tmp_path: Path) -> None:
 
         async def client() -> None:
             """Asks no faster than the trainer learns, so that no answer is too old when its thumb comes."""
-            while (status := made.training.service.status()).updates_total < UPDATES:
+            while (status := made.training.status()).updates_total < UPDATES:
                 if status.groups_ready < CLIENTS:
                     await made.complete(next(numbers))
                 else:
                     await asyncio.sleep(0.01)
 
         await asyncio.gather(*(client() for _ in range(CLIENTS)))
-        status = made.training.service.status()
+        status = made.training.status()
         assert made.failed == []
         assert status.updates_total >= UPDATES
         assert not set(status.skips) - {"no_signal"}
@@ -198,37 +198,37 @@ async def test_between_updates_training_holds_an_adapter_and_its_optimizer_state
     """Three times the adapter's float32 factors: themselves and AdamW's two moments. Gradients come and go. The best
     version is kept too if it is not the latest."""
     async with rig(tmp_path) as made:
-        policy = made.training.learner.trainer.policies["default"]
+        policy = made.training.parts.learner.trainer.policies["default"]
 
         def held() -> int:
             return sum(leaf.nbytes for _, leaf in tree_flatten([policy.params, policy.state.optimizer]))
 
         for number in range(8):
             await made.complete(number)
-        while not made.training.service.status().updates_total:
+        while not made.training.status().updates_total:
             await asyncio.sleep(0.01)
         assert 3.0 <= await made.on_device(held) / (4 * policy.parameters) <= 3.01
-        while made.training.service.status().state == "updating" or made.trainer.waits():
+        while made.training.status().state == "updating" or made.trainer.waits():
             await asyncio.sleep(0.01)
-        best = made.training.service.loop().training.checkpoints.best
+        best = made.training.loop().training.checkpoints.best
         states = {id(policy.state), *([id(best.policy)] if best and isinstance(best.policy, PolicyState) else [])}
         assert made.trainer.bytes_held == len(states) * policy.nbytes, "neither gradients nor activations"
 
 
 async def test_an_adapter_beside_the_default_one_is_trained_with_a_state_of_its_own(tmp_path: Path) -> None:
     async with rig(tmp_path) as made:
-        await made.training.service.start("tone")
+        await made.training.start("tone")
         given = [
             GivenTrajectory((5, 6, 7), (8 + at, 9), reward, group_id="g") for at, reward in enumerate((0.0, 1.0, 0.5))
         ]
-        first = await made.training.service.update(None, given)
+        first = await made.training.update(None, given)
         assert (first.adapter, first.step) == (AdapterRef("default", 1), 1)
-        second = await made.training.service.update("tone", given)
+        second = await made.training.update("tone", given)
         assert (second.adapter, second.step) == (AdapterRef("tone", 2), 1)
-        learner = made.training.learner
+        learner = made.training.parts.learner
         default, tone = [await learner.snapshot(learner.state(name)) for name in ("default", "tone")]
         for path, pair in default.weights.pairs.items():
             assert np.array_equal(pair.b, tone.weights.pairs[path].b), "the same start and data give the same update"
-        await made.training.service.update("tone", given)
+        await made.training.update("tone", given)
         assert learner.state("default").step == 1
         assert learner.state("tone").step == 2

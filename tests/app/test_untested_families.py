@@ -45,7 +45,7 @@ async def test_it_learns_and_what_it_has_learnt_is_live(folder: Path) -> None:
     given = [GivenTrajectory((1, 5, 7), (9, at), reward=float(at)) for at in (0, 1)]
     keys = {**KEYS, "checkpointing__checkpoint_dir": folder / "run"}
     async with RLIntegratedServer(folder / "model", LORA, rl, **keys).session() as served:
-        report = await served.training.service.update(given=given)
+        report = await served.training.update(given=given)
         (live,) = [card for card in served.adapters.cards() if card.live]
     assert report.status == "published"
     assert set(live.targets) == set(LORA.target_modules)

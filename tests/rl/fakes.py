@@ -239,6 +239,9 @@ class FakeScorers:
         self.rewards = rewards
         self.gate: asyncio.Event | None = None
 
+    async def close(self) -> None:
+        pass
+
     async def check(self, collection: CollectionSpec) -> None:
         if collection.scorer == "unknown":
             raise InvalidRequestError("unknown scorer", param="scoring_function")

@@ -30,9 +30,9 @@ import numpy as np
 
 from benchmarks.lib.durability.processes import small_model
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import Divergence
 from mlx_parallm.train import accumulation
 
@@ -64,7 +64,7 @@ async def states(model: Path, run: Path, last: int) -> AsyncIterator[dict[str, A
     async with server.session() as served:
         runtime = served.training
         assert runtime is not None
-        training, service = runtime.service.loop().training, runtime.service
+        training, service = runtime.loop().training, runtime
         judge = training.watch.judge
 
         def judge_or_hold(*arguments: Any) -> tuple[Divergence, ...]:
@@ -102,9 +102,9 @@ def given(number: int) -> list[GivenTrajectory]:
     return [*group, *single]
 
 
-async def state(runtime: TrainingRuntime) -> dict[str, Any]:
-    training = runtime.service.loop().training
-    weights = (await runtime.learner.snapshot(runtime.learner.state("default"))).weights
+async def state(runtime: TrainingService) -> dict[str, Any]:
+    training = runtime.loop().training
+    weights = (await runtime.parts.learner.snapshot(runtime.parts.learner.state("default"))).weights
     leaves = (leaf for name in sorted(weights.pairs) for leaf in (weights.pairs[name].a, weights.pairs[name].b))
     digest = hashlib.sha256(b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in leaves)).hexdigest()
     return {"change": training.change, "weights": digest, "baselines": training.rewards.baselines()}

@@ -124,10 +124,10 @@ async def _adapters(made: Rig) -> Sequence[str]:
 
 async def _train(made: Rig, load: Load) -> None:
     """Makes the updates while rows decode, until the last version is live."""
-    await made.training.start()
+    await made.training.start_adapter("default")
     async with clients(made, [None] * load.rows):
         for number in range(load.updates):
-            report = await made.training.service.update(None, trajectories(number))
+            report = await made.training.update(None, trajectories(number))
             if report.status != "published":
                 raise RuntimeError(f"an update was {report.status}: {report.reason}")
 

@@ -76,7 +76,7 @@ class People:
     def __init__(self, served: Served, part: str, seed: int, control: bool) -> None:
         assert served.training is not None
         self._served, self._part, self._control = served, part, control
-        self._service = served.training.service
+        self._service = served.training
         self._dice = random.Random(f"{part}/{seed}")
         self._requests = count()
         self._seed = seed
@@ -199,7 +199,7 @@ async def taught(part: str, seed: int, control: bool, questions: int, learning_r
             await people.teach(task, questions)
             after = await people.held_out(task)
             assert served.training is not None
-            service = served.training.service
+            service = served.training
             learnt = dict(_learnt(served.training.extras["people"].signal_report().sources))
             updates = service.status().updates_total
     return Taught(part, seed, control, before, after, updates, learnt)

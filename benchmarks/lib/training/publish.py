@@ -68,7 +68,7 @@ async def _measure(updates: int) -> list[Live]:
         store = made.served.adapters._store
         _watch_updates(watch)
         _watch_pins(store, watch)
-        await made.training.start()
+        await made.training.start_adapter("default")
         async with clients(made, [None] * ROWS), asyncio.TaskGroup() as requests:
             _knock(made, store.registry, requests)
             await _update(made, watch, 0)  # the first update makes the bank
@@ -76,7 +76,7 @@ async def _measure(updates: int) -> list[Live]:
 
 
 async def _update(made: Rig, watch: _Watch, number: int) -> Live:
-    report = await made.training.service.update(None, trajectories(number, GROUPS))
+    report = await made.training.update(None, trajectories(number, GROUPS))
     ref = report.adapter
     if report.status != "published" or ref is None:
         raise RuntimeError(f"an update was {report.status}: {report.reason}")

@@ -19,7 +19,6 @@ from mlx.utils import tree_flatten
 from benchmarks.lib.prompts import short_prompts
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
 from mlx_parallm.app.build import RunningEngine, Served
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import (
@@ -31,6 +30,7 @@ from mlx_parallm.core.requests import (
     StopParams,
 )
 from mlx_parallm.core.trajectories import Trajectory
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import TrainingStatus
 from mlx_parallm.train.context import LoraSpan, Params
 from mlx_parallm.train.data import Datum, answered
@@ -50,7 +50,7 @@ class Rig:
 
     engine: RunningEngine
     served: Served
-    training: TrainingRuntime
+    training: TrainingService
     group: int
     max_tokens: int
     prompts: Sequence[tuple[int, ...]]
@@ -61,10 +61,10 @@ class Rig:
 
     @property
     def trainer(self) -> GRPOTrainer:
-        return self.training.learner.trainer
+        return self.training.parts.learner.trainer
 
     def status(self) -> TrainingStatus:
-        return self.training.service.status()
+        return self.training.status()
 
     async def on_device(self, call: Callable[[], T]) -> T:
         """Runs a call on the device thread between two units of device work."""
@@ -95,14 +95,14 @@ class Rig:
             )
             events = self.served.engine.generate(request)
             if collect:
-                events = self.training.service.trajectories.collect(request, events)
+                events = self.training.trajectories.collect(request, events)
             async for event in events:
                 if isinstance(event, RequestFailed):
                     self.failed.append(f"{type(event.error).__name__}: {event.error}")
                 if isinstance(event, RequestFinished):
                     for trajectory_id in event.trajectory_ids:
                         score = random.Random(trajectory_id).random()
-                        await self.training.service.trajectories.feedback(trajectory_id, score)
+                        await self.training.trajectories.feedback(trajectory_id, score)
 
     # -- what must hold --------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ async def rig(config: Config, group: int, max_tokens: int) -> AsyncIterator[Rig]
 
 def _watch(made: Rig) -> None:
     """Keeps a copy of each version's weights when it is staged, and every trajectory."""
-    store, collector = made.served.adapters._store, made.training.service.trajectories
+    store, collector = made.served.adapters._store, made.training.trajectories
     stage, add_group = store.stage, collector._add_group
 
     def staged(version: Version, weights: AdapterWeights | None = None, **how: bool) -> Future[AdapterRef]:

@@ -46,7 +46,7 @@ def measure(minutes: float) -> Soak:
 
 async def _measure(minutes: float) -> Soak:
     async with lean_rig(config(None, batch_size=BATCH), GROUP, TOKENS) as made:
-        await made.training.start()
+        await made.training.start_adapter("default")
         began = time.monotonic()
         points = []
         for part in range(1, PARTS + 1):

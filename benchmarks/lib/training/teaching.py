@@ -21,7 +21,6 @@ from benchmarks.lib.training.command import SHARE_OF_WORDS, SPLIT, checked, held
 from benchmarks.lib.training.learning_tasks import HELD_OUT, WORDS, Sentiment, chat, questions
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.build import RunningEngine, Served
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import configure
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import (
@@ -34,6 +33,7 @@ from mlx_parallm.core.requests import (
     StopParams,
 )
 from mlx_parallm.core.trajectories import GivenTrajectory
+from mlx_parallm.rl.service import TrainingService
 
 # ---- answers -------------------------------------------------------------------------------------
 
@@ -52,7 +52,7 @@ class Answer:
 class Pupil:
     """The engine and its trainer."""
 
-    def __init__(self, served: Served, training: TrainingRuntime) -> None:
+    def __init__(self, served: Served, training: TrainingService) -> None:
         self.served = served
         self.training = training
         self.adapter = training.default_adapter
@@ -87,7 +87,7 @@ class Pupil:
 
     async def publish(self) -> None:
         """Makes the policy in training live."""
-        weights = self.training.learner.weights(self.adapter)
+        weights = self.training.parts.learner.weights(self.adapter)
         await self.served.adapters.publish(self.adapter, weights, VersionInfo.of(weights))
 
 
@@ -107,7 +107,7 @@ async def pupil(seed: int, **settings: Any) -> Any:
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
     try:
-        await served.training.start()
+        await served.training.start_adapter("default")
         yield Pupil(served, served.training)
     finally:
         await served.training.close()
@@ -157,7 +157,7 @@ async def preferences(seed: int) -> Preferred:
         for _ in range(EPOCHS):
             for start in range(0, len(pairs), PAIRS_AT_ONCE):
                 given = [each for pair in pairs[start : start + PAIRS_AT_ONCE] for each in pair]
-                report = await one.training.service.update(given=given)
+                report = await one.training.update(given=given)
                 updates += report.status == "published"
                 print(
                     f"  preferences, seed {seed}: {report.status}, loss {report.metrics.get('loss', 0):.3f}", flush=True

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlx_parallm.app.build import Served
-    from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.config import Config
     from mlx_parallm.extras.atropos.route import AtroposParts
+    from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.backend import Backend
 
 
@@ -19,7 +19,7 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
     return (route,) if backend is None or backend.extra("atropos") is not None else ()
 
 
-def serve(config: Config, served: Served, training: TrainingRuntime) -> AtroposParts | None:
+def serve(config: Config, served: Served, training: TrainingService) -> AtroposParts | None:
     """Takes the batches of the API at `rl_training.atropos_url`, and has an API of its own if `server.atropos_api` says
     so."""
     from mlx_parallm.extras.atropos.groups import AtroposGroups
@@ -27,10 +27,10 @@ def serve(config: Config, served: Served, training: TrainingRuntime) -> AtroposP
     from mlx_parallm.extras.atropos.route import AtroposParts
 
     if config.rl_training.atropos_url is not None:
-        batches = Batches(config, served, training.service)
-        training.on_start.append(batches.start)
-        training.on_end.append(batches.close)
+        batches = Batches(config, served, training)
+        training.hooks.started.append(batches.start)
+        training.hooks.ending.append(batches.close)
     if not config.server.atropos_api:
         return None
-    groups = AtroposGroups(training.service)
-    return AtroposParts.of(registration(config, served, step=0), training.service, groups, served.card)
+    groups = AtroposGroups(training)
+    return AtroposParts.of(registration(config, served, step=0), training, groups, served.card)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlx_parallm.app.build import Served
-    from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.config import Config
     from mlx_parallm.extras.averages.service import Averages
+    from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.backend import Backend
 
 
@@ -19,7 +19,7 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
     return (route,)
 
 
-def serve(config: Config, served: Served, training: TrainingRuntime) -> Averages:
+def serve(config: Config, served: Served, training: TrainingService) -> Averages:
     from mlx_parallm.extras.averages.service import Averages
 
-    return Averages(training.service, training.known.registry, training.known.library.max_rank)
+    return Averages(training, served.known.registry, served.known.library.max_rank)

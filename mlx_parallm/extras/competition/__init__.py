@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
     from mlx_parallm.app.build import Served
-    from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.config import Config
     from mlx_parallm.extras.competition.service import CompetitionService
+    from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.backend import Backend
 
 
@@ -28,7 +28,7 @@ def metrics(backend: Backend) -> Iterator[Metric]:
     return read(backend)
 
 
-def install(config: Config, served: Served, training: TrainingRuntime) -> CompetitionService:
+def install(config: Config, served: Served, training: TrainingService) -> CompetitionService:
     from mlx_parallm.extras.competition.service import install as install_service
 
-    return install_service(training.service)
+    return install_service(training)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mlx_parallm.adapters.cards import KeptPart
     from mlx_parallm.app.build import Served
-    from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.config import Config
     from mlx_parallm.extras.lessons.service import Lessons
+    from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.backend import Backend
 
 
@@ -29,17 +29,17 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
     return (route,)
 
 
-def install(config: Config, served: Served, training: TrainingRuntime) -> None:
+def install(config: Config, served: Served, training: TrainingService) -> None:
     from mlx_parallm.extras.lessons.record import install as drop_earlier
 
-    drop_earlier(training.service)
+    drop_earlier(training)
 
 
-def serve(config: Config, served: Served, training: TrainingRuntime) -> Lessons:
+def serve(config: Config, served: Served, training: TrainingService) -> Lessons:
     from mlx_parallm.extras.lessons.service import Lessons
 
     lessons = Lessons(config, served, training)
-    training.on_end.append(lessons.close)
+    training.hooks.ending.append(lessons.close)
     return lessons
 
 

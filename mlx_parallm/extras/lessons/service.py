@@ -21,7 +21,6 @@ from typing import Any
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.app.build import Served
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import Config
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.readers import Reader
@@ -229,10 +228,10 @@ _log = logging.getLogger(__name__)
 class Lessons:
     """Event loop's thread only."""
 
-    def __init__(self, config: Config, served: Served, training: TrainingRuntime) -> None:
+    def __init__(self, config: Config, served: Served, training: TrainingService) -> None:
         assert served.run is not None  # a server that trains keeps checkpoints
-        self._config, self._served, self._training = config, served, training
-        self._service, self._folder = training.service, served.run.path
+        self._config, self._served = config, served
+        self._service, self._folder = training, served.run.path
         self._lesson: Lesson | None = None
         self._last = read_lesson(self._folder)
         if self._last is not None and self._last.outcome is LessonOutcome.INTERRUPTED:
@@ -260,7 +259,7 @@ class Lessons:
         return card if card is not None and reader.sees(card.adapter) else None
 
     async def start(self, spec: LessonSpec, reader: Reader) -> LessonCard:
-        adapter = reader.named(spec.adapter, self._training.default_adapter)
+        adapter = reader.named(spec.adapter, self._service.default_adapter)
         async with self._changing:
             if obstacle := self.obstacle():
                 raise ConflictError(obstacle)
@@ -319,7 +318,7 @@ class Lessons:
         await asyncio.to_thread(self._check_prompts, spec)
         if spec.rule.kind is not RuleKind.JUDGE:
             try:
-                await self._training.scorers.check(collection_of(spec.rule))
+                await self._service.parts.scorers.check(collection_of(spec.rule))
             except InvalidRequestError as error:
                 message = str(error).removeprefix("metadata.pattern")
                 raise InvalidRequestError(f"reward.{spec.rule.kind}{message}", f"reward.{spec.rule.kind}") from error
@@ -348,8 +347,8 @@ class Lessons:
             self._served,
             self._service,
             checkpoint,
-            lambda: self._training.scorers.last_fault,
-            lambda: self._training.is_asleep() or self._served.engine.stats().paused,
+            lambda: self._service.parts.scorers.last_fault,
+            lambda: self._service.is_asleep() or self._served.engine.stats().paused,
             self._on_change,
         )
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlx_parallm.app.build import Served
-    from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.config import Config
     from mlx_parallm.extras.people.service import People
+    from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.backend import Backend
 
 
@@ -19,7 +19,7 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
     return (route,)
 
 
-def install(config: Config, served: Served, training: TrainingRuntime) -> People:
+def install(config: Config, served: Served, training: TrainingService) -> People:
     from mlx_parallm.extras.people.service import install as install_service
 
-    return install_service(training.service)
+    return install_service(training)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlx_parallm.app.build import Served
-    from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.config import Config
     from mlx_parallm.engine.thread import ContinuousBatchProcessor
     from mlx_parallm.extras.reward_models.service import RewardModels
     from mlx_parallm.extras.reward_models.trainer import RewardModelTrainer
     from mlx_parallm.model.manager import SharedModelManager
+    from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.backend import Backend
     from mlx_parallm.train.trainer import GRPOTrainer
 
@@ -23,12 +23,13 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
     return (route,)
 
 
-def install(config: Config, served: Served, training: TrainingRuntime) -> RewardModelTrainer | None:
-    if training.reward_models is None:
+def install(config: Config, served: Served, training: TrainingService) -> RewardModelTrainer | None:
+    models = training.parts.scorers.reward_models
+    if models is None:
         return None
     from mlx_parallm.extras.reward_models.trainer import RewardModelTrainer
 
-    return RewardModelTrainer(training.reward_models, training.service.parts.journal, config.model)
+    return RewardModelTrainer(models, training.parts.journal, config.model)
 
 
 def open_models(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mlx_parallm.app.build import Served
-    from mlx_parallm.app.training import TrainingRuntime
     from mlx_parallm.config import Config
     from mlx_parallm.extras.tinker.server import TinkerServer
+    from mlx_parallm.rl.service import TrainingService
     from mlx_parallm.server.backend import Backend
 
 
@@ -19,15 +19,15 @@ def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
     return route, sampling, weights
 
 
-def serve(config: Config, served: Served, training: TrainingRuntime) -> TinkerServer:
+def serve(config: Config, served: Served, training: TrainingService) -> TinkerServer:
     from mlx_parallm.extras.tinker.server import TinkerServer
     from mlx_parallm.extras.tinker.service import TinkerService
 
-    settings, known = config.rl_training.tinker, training.known
+    settings, known = config.rl_training.tinker, served.known
     policies = TinkerService(
-        training.learner,
+        training.parts.learner,
         served.adapters,
-        training.service.parts.checkpoints,
+        training.parts.checkpoints,
         known.registry,
         known.library.layout,
         known.library.max_rank,

@@ -56,6 +56,7 @@ class ScoringService:
 
     Attributes:
         catalogue: the scorers that there are.
+        reward_models: those of its arguments.
         last_fault: why the last group that could not be scored failed.
         on_device: groups that reward models are scoring.
     """
@@ -75,7 +76,7 @@ class ScoringService:
         self._timeout_s = timeout_s
         self._pool = ScoringPool(processes, batch_size, timeout_s)
         self._checks = ScoringPool(1, 1, _CHECK_S)
-        self._reward_models = reward_models
+        self.reward_models = reward_models
         self.catalogue = ScorerCatalogue(reward, reward_models.check if reward_models else no_reward_model)
         self._describing = asyncio.Lock()
         self._refusals: OrderedDict[bytes, str] = OrderedDict()  # by digest of scorer and value; "": not refused
@@ -122,11 +123,11 @@ class ScoringService:
 
     async def _rewards_of(self, reward_model: str, group: Sequence[Trajectory]) -> Sequence[float]:
         name = reward_model.removeprefix(REWARD_MODEL)
-        if self._reward_models is None:
+        if self.reward_models is None:
             no_reward_model(name)
         self.on_device += 1
         try:
-            return await self._reward_models.rewards(name, group)
+            return await self.reward_models.rewards(name, group)
         finally:
             self.on_device -= 1
 

@@ -15,7 +15,6 @@ import pytest
 from tiny import save_tiny
 
 from mlx_parallm.app.build import RunningEngine, Served
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.config import LoRAConfig, RLConfig, configure
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import (
@@ -50,7 +49,7 @@ class Rig:
 
     engine: RunningEngine
     served: Served
-    training: TrainingRuntime
+    training: TrainingService
     drew: Counter[AdapterRef] = field(default_factory=Counter)
     failed: list[Exception] = field(default_factory=list)
     events: list[TrainingEvent] = field(default_factory=list)
@@ -58,11 +57,11 @@ class Rig:
 
     @property
     def service(self) -> TrainingService:
-        return self.training.service
+        return self.training
 
     @property
     def competition(self) -> CompetitionService:
-        competition: CompetitionService = self.training.service.extras["competition"]
+        competition: CompetitionService = self.training.extras["competition"]
         return competition
 
     async def request(self, number: int, rewards: dict[AdapterRef, float], user: str = "") -> AdapterRef:
@@ -150,8 +149,8 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
     served = await asyncio.to_thread(engine.start)
     assert served.training is not None
     made = Rig(engine, served, served.training)
-    served.training.service.add_sink(made.events.append)
-    await made.training.start()
+    served.training.add_sink(made.events.append)
+    await made.training.start_adapter("default")
     try:
         yield made
     finally:

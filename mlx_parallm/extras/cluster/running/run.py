@@ -219,7 +219,7 @@ async def run_in_cluster(config: Config, steps: TrainingRun) -> None:
     try:
         async with joined_trainer(config, steps.served) as node:
             url, secret = f"http://{address}", token.get_secret_value()
-            steps.cluster = ClusterTraining(node, steps.served, steps.training, url, secret)
+            steps.cluster = ClusterTraining(node, steps.served, steps.service, url, secret)
             await steps.run()
     except BaseExceptionGroup as group:  # of the tasks beside the run; the first error has ended the others
         raise _as_failure(_first(group)) from group

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from mlx_parallm.adapters.formats import FormatName
 from mlx_parallm.app.build import Served
-from mlx_parallm.app.training import TrainingRuntime
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, RequestFinished
 from mlx_parallm.errors import NodeFailedError
@@ -24,6 +23,7 @@ from mlx_parallm.extras.cluster.archive import pack, unpack
 from mlx_parallm.extras.cluster.cards import Member, NodeInfo, NodeRole, SharedVersion
 from mlx_parallm.extras.cluster.http.remote import SAMPLE, RemoteEngines
 from mlx_parallm.extras.cluster.trainer import Trainer
+from mlx_parallm.rl.service import TrainingService
 
 _FORMAT: FormatName = "peft"
 _ADAPTER = "adapter"
@@ -42,11 +42,11 @@ class ClusterTraining:
         engine: draws samples at the head, which spreads them over all nodes.
     """
 
-    def __init__(self, node: Trainer, served: Served, training: TrainingRuntime, url: str, token: str) -> None:
+    def __init__(self, node: Trainer, served: Served, service: TrainingService, url: str, token: str) -> None:
         self.node = node
         self.engine = ClusterEngine(self, url, token)
         self._served = served
-        self._training = training
+        self._service = service
         self._published = 0  # number of the last version that is live in the cluster
         self._publishing = asyncio.Lock()
 
@@ -58,7 +58,7 @@ class ClusterTraining:
             ConflictError: the lease is lost.
             InvalidRequestError: that version has another rank, alpha or targets than those configured.
         """
-        name, service = self.node.name, self._training.service
+        name, service = self.node.name, self._service
         registry = await self.node.registry()
         live = registry.live.get(name)
         newest = max((ref.version for ref in registry.staged if ref.name == name), default=0)
