@@ -26,7 +26,7 @@ from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tracking.history import events_of
 from mlx_parallm.rl.tracking.tracking import Tracking
 from mlx_parallm.server import request_log
-from mlx_parallm.server.api.chat.template import read_templates
+from mlx_parallm.server.api.conversation import read_templates
 from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.traces import Traces, open_traces
 from mlx_parallm.tasks import release

@@ -15,24 +15,32 @@ from fastapi import FastAPI
 
 from mlx_parallm import __version__
 from mlx_parallm.extras_table import hooks
-from mlx_parallm.server.api import completions, control, login, models, ops, root, stats, usage
-from mlx_parallm.server.api.adapters import route as adapter_routes
-from mlx_parallm.server.api.chat import route as chat
+from mlx_parallm.server.api import (
+    adapters,
+    chat,
+    completions,
+    control,
+    embeddings,
+    generate,
+    login,
+    models,
+    ops,
+    root,
+    schedule,
+    scores,
+    stats,
+    tokens,
+    training,
+    trajectories,
+    update,
+)
 from mlx_parallm.server.api.messages import route as messages
-from mlx_parallm.server.api.pooling import embeddings, scores
 from mlx_parallm.server.api.responses import route as responses
-from mlx_parallm.server.api.training import history as training_history
-from mlx_parallm.server.api.training import route as training_routes
-from mlx_parallm.server.api.training import schedule
-from mlx_parallm.server.api.training.collected import route as collected_routes
 from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.dashboard import route as dashboard
 from mlx_parallm.server.entry import add_middlewares
 from mlx_parallm.server.errors import install_handlers
 from mlx_parallm.server.openapi import describe
-from mlx_parallm.server.protocols import trainers
-from mlx_parallm.server.protocols.generate import route as generate
-from mlx_parallm.server.protocols.tokens import route as tokens
 from mlx_parallm.server.routing import Endpoint
 from mlx_parallm.server.services import Services
 
@@ -47,19 +55,17 @@ ROUTES = (
     embeddings,
     scores,
     models,
-    adapter_routes,
-    training_routes,
-    training_history,
-    collected_routes,
+    adapters,
+    update,
+    training,
+    trajectories,
     schedule,
     control,
-    usage,
     stats,
     login,
     ops,
     tokens,
     generate,
-    trainers,
 )
 """Those of every server, without the routes of extras."""
 

@@ -26,9 +26,7 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.errors import EngineError, ParaLLMError
 from mlx_parallm.server.api.answer import AnswerWriter, Watch
-from mlx_parallm.server.api.generation_fields import GenerationBody
-from mlx_parallm.server.api.pooling.fields import PoolingBody
-from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
+from mlx_parallm.server.api.bodies import MAX_SEQUENCES, GenerationBody, PoolingBody
 from mlx_parallm.server.errors import code_of
 from mlx_parallm.server.limits import SMALL_BYTES, Account
 from mlx_parallm.server.metrics import RequestObserver

@@ -34,9 +34,14 @@ from mlx_parallm.core.requests import (
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, RoleError, UnknownModelError
 from mlx_parallm.server.access import NamedKey, Role
-from mlx_parallm.server.api.generation_fields import GenerationBody
-from mlx_parallm.server.api.pooling.fields import PoolingBody
-from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES, NO_LIMIT, Candidates, RepetitionDetection
+from mlx_parallm.server.api.bodies import (
+    MAX_SEQUENCES,
+    NO_LIMIT,
+    Candidates,
+    GenerationBody,
+    PoolingBody,
+    RepetitionDetection,
+)
 
 MAX_ADAPTER_NAME = 160
 """Longest name of an adapter with its version, in characters. A longer name counts as unknown."""

@@ -29,8 +29,8 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.rl.status import TrainingStatus
 from mlx_parallm.server.access import ANYONE, Attempts, KeyRing, NamedKey, Role, Sessions
-from mlx_parallm.server.api.chat.history import EpisodeHistories
-from mlx_parallm.server.api.responses.conversation import ResponseStore
+from mlx_parallm.server.api.histories import EpisodeHistories
+from mlx_parallm.server.api.responses.store import ResponseStore
 from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.errors import AsleepError, DrainingError, InferenceDisabledError, ShortMemoryError
 from mlx_parallm.server.limits import Accounts, SequenceGate, Workers

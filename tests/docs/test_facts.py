@@ -43,11 +43,16 @@ from mlx_parallm.rl.tracking.history import MAX_EVENTS
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.selftest.checks import CHECKS
 from mlx_parallm.server.access import LIFETIME_S, Role
-from mlx_parallm.server.api.chat.history import MAX_TOKENS
-from mlx_parallm.server.api.grammar_fields import MAX_CHOICES, MAX_REGEX, MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
-from mlx_parallm.server.api.pooling.fields import MAX_INPUTS
-from mlx_parallm.server.api.sampling_fields import MAX_STOPS
-from mlx_parallm.server.api.training.collected.route import MAX_SAMPLES
+from mlx_parallm.server.api.bodies import (
+    MAX_CHOICES,
+    MAX_INPUTS,
+    MAX_REGEX,
+    MAX_SCHEMA_BYTES,
+    MAX_SCHEMA_DEPTH,
+    MAX_STOPS,
+)
+from mlx_parallm.server.api.histories import MAX_TOKENS
+from mlx_parallm.server.api.trajectories import MAX_SAMPLES
 from mlx_parallm.server.app import all_routes, dashboard, openapi_document
 from mlx_parallm.server.errors import RULES
 

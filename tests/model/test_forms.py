@@ -22,7 +22,7 @@ from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 from mlx_parallm.model.tools.formats import FAMILIES, HERMES
 from mlx_parallm.model.tools.thinking import REASONINGS
-from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
+from mlx_parallm.server.api.conversation import Conversation, GivenCall, GivenFunction, Message
 
 ARGUMENTS = json.dumps(ASKED[1], ensure_ascii=False)
 _TOKEN = re.compile(r"<[|｜][\w▁/]+[|｜]>|\[/?[A-Z_]{3,}\]|</?think>")

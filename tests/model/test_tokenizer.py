@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.tokenizer import Tokenizer
-from mlx_parallm.server.api.chat.template import RESERVED
+from mlx_parallm.server.api.conversation import RESERVED
 
 TEXT = "In 2024 the naïve café cost 12 €.\n\n\t日本語 👨‍👩‍👧  end"
 

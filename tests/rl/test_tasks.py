@@ -18,7 +18,7 @@ from mlx_parallm.rl.environments import Task, answers_of, environment
 from mlx_parallm.rl.environments.files import find_tasks, read_tasks
 from mlx_parallm.rl.scoring.sample import ScorerInput
 from mlx_parallm.rl.scoring.scorers import load
-from mlx_parallm.server.api.chat.messages import Message
+from mlx_parallm.server.api.conversation import Message
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = 72.\n#### 72"
 SUM = {"id": "sum", "prompt": "2 + 2 =", "answer": "4"}

@@ -9,7 +9,7 @@ from server.keys import key_file
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
-from mlx_parallm.server.api.training.collected.route import MAX_TOKENS
+from mlx_parallm.server.api.trajectories import MAX_TOKENS
 
 LIST = "/v1/training/trajectories"
 EOS = 257

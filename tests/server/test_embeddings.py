@@ -12,8 +12,8 @@ from server.test_disconnect import eventually, post
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import Pooling
 from mlx_parallm.errors import InvalidRequestError, StepFailedError
-from mlx_parallm.server.api.pooling import fields as pooling_fields
-from mlx_parallm.server.api.pooling.embeddings import finished_vector
+from mlx_parallm.server.api import bodies
+from mlx_parallm.server.api.embeddings import finished_vector
 
 URL = "/v1/embeddings"
 MODEL = "tiny/byte-model"
@@ -210,7 +210,7 @@ async def test_the_engine_gets_many_texts_in_parts(client, engine):
 
 
 async def test_too_many_tokens_together_are_refused(client, engine, fault, monkeypatch):
-    monkeypatch.setattr(pooling_fields, "MAX_TOKENS", 1)  # 128 texts as long as the context are allowed all the same
+    monkeypatch.setattr(bodies, "MAX_POOLED_TOKENS", 1)  # 128 texts as long as the context are allowed all the same
     response = await client.post(URL, json={"input": [[1] * 64] * 129})
     assert (response.status_code, fault(response)["param"]) == (400, "input")
     assert not engine.requests

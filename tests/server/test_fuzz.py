@@ -23,17 +23,17 @@ from mlx_parallm.extras.ollama.schema import (
     OneEmbeddingBody,
     ShowBody,
 )
-from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
+from mlx_parallm.server.api.chat import ChatBody, ChatCompletion
 from mlx_parallm.server.api.completions import Completion, CompletionBody
+from mlx_parallm.server.api.embeddings import Embeddings, EmbeddingsBody
 from mlx_parallm.server.api.fields import WireInput, WireOutput
-from mlx_parallm.server.api.messages.objects import MessageObject, TokenCount
-from mlx_parallm.server.api.messages.schema import CountTokensBody, MessagesBody
-from mlx_parallm.server.api.pooling.embeddings import Embeddings, EmbeddingsBody
-from mlx_parallm.server.api.pooling.scores import Ranking, RerankBody, ScoreBody, Scores
-from mlx_parallm.server.api.responses.objects import ResponseObject
-from mlx_parallm.server.api.responses.schema import ResponsesBody
+from mlx_parallm.server.api.messages.body import CountTokensBody, MessagesBody
+from mlx_parallm.server.api.messages.route import MessageObject, TokenCount
+from mlx_parallm.server.api.responses.body import ResponsesBody
+from mlx_parallm.server.api.responses.output import ResponseObject
+from mlx_parallm.server.api.scores import Ranking, RerankBody, ScoreBody, Scores
+from mlx_parallm.server.api.tokens import TokenCompletion, TokensBody
 from mlx_parallm.server.errors import ErrorBody, MessagesError, OllamaError
-from mlx_parallm.server.protocols.tokens.schema import TokenCompletion, TokensBody
 
 pytestmark = pytest.mark.ci
 

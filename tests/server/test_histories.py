@@ -26,8 +26,8 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.core.splitter import AnswerSyntax
 from mlx_parallm.model.tokenizer import Tokenizer
-from mlx_parallm.server.api.chat.history import CHANGED, RENDERED_ANEW, EpisodeHistories, PlannedTurn
-from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
+from mlx_parallm.server.api.conversation import Conversation, GivenCall, GivenFunction, Message
+from mlx_parallm.server.api.histories import CHANGED, RENDERED_ANEW, EpisodeHistories, PlannedTurn
 
 pytestmark = pytest.mark.ci
 

@@ -20,16 +20,14 @@ from mlx_parallm.extras.people.service import EditCard, SignalReport
 from mlx_parallm.extras.reward_models import route as reward_model_wire
 from mlx_parallm.extras.reward_models.cards import RewardModelCard
 from mlx_parallm.rl.status import UpdateReport
-from mlx_parallm.server.api.adapters import schema as wire
-from mlx_parallm.server.api.chat.schema import ChatBody, ChatCompletion
+from mlx_parallm.server.api import adapters as wire
+from mlx_parallm.server.api import schedule, training, trajectories, update
+from mlx_parallm.server.api.chat import ChatBody, ChatCompletion
 from mlx_parallm.server.api.completions import Completion, CompletionBody
 from mlx_parallm.server.api.control import SleepStatus
 from mlx_parallm.server.api.fields import OpenBody
-from mlx_parallm.server.api.responses.objects import ResponseObject
-from mlx_parallm.server.api.responses.schema import ResponsesBody
-from mlx_parallm.server.api.training import objects as training_objects
-from mlx_parallm.server.api.training import schedule as schedule_wire
-from mlx_parallm.server.api.training import schema as training_wire
+from mlx_parallm.server.api.responses.body import ResponsesBody
+from mlx_parallm.server.api.responses.output import ResponseObject
 
 
 async def test_models(client):
@@ -197,19 +195,19 @@ def test_the_document_describes_bodies_answers_and_errors(document):
         ("/v1/model/switch-lora", wire.SwitchLoraBody, wire.SwitchedLora),
         ("/training/checkpoint", wire.SaveCheckpointBody, CheckpointCard),
         ("/v1/training/checkpoint", wire.SaveCheckpointBody, CheckpointCard),
-        ("/v1/training/update", training_wire.UpdateBody, UpdateReport),
-        ("/v1/training/start", training_wire.ControlBody, training_objects.TrainingObject),
-        ("/v1/training/stop", training_wire.ControlBody, training_objects.TrainingObject),
-        ("/v1/training/pause", training_wire.ControlBody, training_objects.TrainingObject),
-        ("/v1/training/resume", training_wire.ControlBody, training_objects.TrainingObject),
-        ("/v1/training/rollback", training_wire.TrainingRollbackBody, training_objects.TrainingObject),
-        ("/v1/training/feedback", training_wire.FeedbackBody, training_objects.FeedbackObject),
+        ("/v1/training/update", update.UpdateBody, UpdateReport),
+        ("/v1/training/start", training.ControlBody, training.TrainingObject),
+        ("/v1/training/stop", training.ControlBody, training.TrainingObject),
+        ("/v1/training/pause", training.ControlBody, training.TrainingObject),
+        ("/v1/training/resume", training.ControlBody, training.TrainingObject),
+        ("/v1/training/rollback", training.TrainingRollbackBody, training.TrainingObject),
+        ("/v1/training/feedback", training.FeedbackBody, training.FeedbackObject),
         ("/v1/training/preference", people_wire.PreferenceBody, EditCard),
         ("/v1/training/reward_model", reward_model_wire.RewardModelBody, RewardModelCard),
         ("/v1/training/average", average_wire.AverageBody, AverageCard),
         ("/v1/training/compare", compare_wire.CompareBody, ComparisonCard),
-        ("/v1/training/compare/stop", training_wire.ControlBody, ComparisonCard),
-        ("/v1/training/schedule", schedule_wire.ScheduleBody, schedule_wire.ScheduleObject),
+        ("/v1/training/compare/stop", training.ControlBody, ComparisonCard),
+        ("/v1/training/schedule", schedule.ScheduleBody, schedule.ScheduleObject),
     ],
 )
 def test_the_document_describes_adapter_and_training_routes(document, path, body, answer):
@@ -222,12 +220,12 @@ def test_the_document_describes_adapter_and_training_routes(document, path, body
 @pytest.mark.parametrize(
     ("path", "answer"),
     [
-        ("/v1/training/status", training_objects.TrainingObject),
+        ("/v1/training/status", training.TrainingObject),
         ("/v1/training/report", SignalReport),
         ("/v1/training/compare", compare_wire.ComparisonList),
-        ("/v1/training/schedule", schedule_wire.ScheduleObject),
-        ("/debug/training", training_objects.DebugTraining),
-        ("/debug/trajectories", training_objects.DebugTrajectories),
+        ("/v1/training/schedule", schedule.ScheduleObject),
+        ("/debug/training", training.DebugTraining),
+        ("/debug/trajectories", trajectories.DebugTrajectories),
     ],
 )
 def test_the_document_describes_what_is_asked_of_training(document, path, answer):

@@ -9,7 +9,7 @@ from server.fakes import CARD, EOS, VOCAB, ByteTokenizer
 from server.one_model import OneModel
 
 from mlx_parallm.core.requests import SamplingParams
-from mlx_parallm.server.api.chat.template import read_templates
+from mlx_parallm.server.api.conversation import read_templates
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]

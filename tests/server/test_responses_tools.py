@@ -12,7 +12,7 @@ from server.test_responses_stream import assert_sums_up, events_of
 from walks import follows
 
 from mlx_parallm.core.text import Reasoning
-from mlx_parallm.server.api.responses.conversation import ITEM_LIST, messages_of
+from mlx_parallm.server.api.responses.body import ITEM_LIST, messages_of
 
 URL = "/v1/responses"
 NOW = {"type": "function", "name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}}

@@ -6,7 +6,7 @@ from server.asking import answered as ask
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import PromptScored, TokenLogprob
 from mlx_parallm.errors import InvalidRequestError, StepFailedError
-from mlx_parallm.server.api.pooling import fields as pooling_fields
+from mlx_parallm.server.api import bodies
 
 SCORE, RERANK = "/v1/score", "/v1/rerank"
 PAIR = {"text_1": "ab", "text_2": ["c", "de"]}
@@ -133,7 +133,7 @@ async def test_a_reward_model_judges_answers(client, engine, reward_models):
 
 @pytest.mark.parametrize("model", ["base", "reward_model:polite"])
 async def test_a_text_that_stands_in_many_pairs_counts_in_each(client, engine, fault, monkeypatch, model):
-    monkeypatch.setattr(pooling_fields, "MAX_TOKENS", 1)  # 128 texts as long as the context are allowed all the same
+    monkeypatch.setattr(bodies, "MAX_POOLED_TOKENS", 1)  # 128 texts as long as the context are allowed all the same
     body = {"model": model, "text_1": "a" * 50, "text_2": ["b"] * 200}
     error = fault(await client.post(SCORE, json=body))
     assert error["message"] == "text_1: together, the texts have more than 8192 tokens; send fewer at a time."

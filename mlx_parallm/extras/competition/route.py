@@ -11,7 +11,7 @@ from pydantic import Field
 from mlx_parallm.extras.competition.comparison import ComparisonCard, ComparisonSpec
 from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
-from mlx_parallm.server.api.training.schema import ControlBody
+from mlx_parallm.server.api.training import ControlBody
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import MAX_ADAPTER_NAME, adapter_named_by
 from mlx_parallm.server.routing import Router

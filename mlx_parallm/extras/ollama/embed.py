@@ -18,7 +18,7 @@ from mlx_parallm.extras.ollama.schema import EmbedBody, OneEmbeddingBody, ollama
 from mlx_parallm.extras.ollama.writer import durations
 from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import served_by
-from mlx_parallm.server.api.pooling.embeddings import EmbeddingsBody, EmbeddingsWriter, plan_embeddings
+from mlx_parallm.server.api.embeddings import EmbeddingsBody, EmbeddingsWriter, plan_embeddings
 from mlx_parallm.server.body import validated
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import generating

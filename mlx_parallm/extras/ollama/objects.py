@@ -5,9 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
+from mlx_parallm.server.api.answer import RepairedCall
 from mlx_parallm.server.api.fields import Numbers, WireOutput
 from mlx_parallm.server.api.logprobs import ChatTokenLogprob
-from mlx_parallm.server.api.repairs import RepairedCall
 
 
 def timestamp(unix_s: float) -> str:

@@ -8,10 +8,18 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, PlainValidator
 
+from mlx_parallm.server.api.bodies import (
+    NO_LIMIT,
+    CollectableBody,
+    FewLogprobs,
+    Penalty,
+    Seed,
+    Stops,
+    Temperature,
+    TopP,
+    checked_schema,
+)
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, refused
-from mlx_parallm.server.api.generation_fields import CollectableBody
-from mlx_parallm.server.api.grammar_fields import checked_schema
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT, FewLogprobs, Penalty, Seed, Stops, Temperature, TopP
 
 RANDOM_SEED = -1
 """The seed that means: another one for each request."""

@@ -19,8 +19,7 @@ from mlx_parallm.extras.ollama.options import PromptedBody
 from mlx_parallm.extras.ollama.schema import OllamaChatBody, OllamaGenerateBody, RawCompletionBody, ollama_body
 from mlx_parallm.extras.ollama.writer import GenerateWriter, OllamaChatWriter
 from mlx_parallm.server.access import Role
-from mlx_parallm.server.api.chat.route import PlannedChat, plan_chat
-from mlx_parallm.server.api.chat.schema import ChatBody
+from mlx_parallm.server.api.chat import ChatBody, PlannedChat, plan_chat
 from mlx_parallm.server.api.completions import plan_completion
 from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
 from mlx_parallm.server.body import validated

@@ -11,11 +11,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from mlx_parallm.extras.ollama.options import KeepAlive, OllamaOptions, PromptedBody
-from mlx_parallm.server.api.chat.messages import MAX_CALL_ID, MAX_CALL_NAME, MAX_CALLS, MAX_MESSAGES, CallArguments
-from mlx_parallm.server.api.chat.tools import MAX_TOOLS, FunctionTool
+from mlx_parallm.server.api.bodies import MAX_INPUTS, WHOLE_CONTEXT
 from mlx_parallm.server.api.completions import CompletionBody
+from mlx_parallm.server.api.conversation import MAX_CALL_ID, MAX_CALL_NAME, MAX_CALLS, MAX_MESSAGES, CallArguments
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput, refused
-from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, WHOLE_CONTEXT
+from mlx_parallm.server.api.tools import MAX_TOOLS, FunctionTool
 from mlx_parallm.server.body import json_body
 
 ChatMessageFields = dict[str, Any]

@@ -33,12 +33,12 @@ from mlx_parallm.server.api.answer import (
     call_arguments,
     collected_fields,
     parts_of,
+    repaired_fields,
     repetition_fields,
     served_by,
 )
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.logprobs import ChatTokenLogprob, ScoredToken, chat_logprobs
-from mlx_parallm.server.api.repairs import repaired_fields
 from mlx_parallm.server.errors import OllamaError, error_body, ollama_error, rule_of
 from mlx_parallm.server.streams import JSON_LINES, Framing
 

@@ -17,7 +17,7 @@ from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequest
 from mlx_parallm.extras.people.schema import PreferenceBody
 from mlx_parallm.extras.people.service import Edit, EditCard, FoundTrajectory, SignalReport
 from mlx_parallm.server.access import Role
-from mlx_parallm.server.api.chat.messages import Conversation
+from mlx_parallm.server.api.conversation import Conversation
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import adapter_named_by, check_ids
 from mlx_parallm.server.routing import Router

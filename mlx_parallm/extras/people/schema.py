@@ -6,10 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from mlx_parallm.server.api.adapters.schema import MAX_NAME
-from mlx_parallm.server.api.chat.messages import Messages
-from mlx_parallm.server.api.fields import NonEmptyTokenIds, WireInput, refused
-from mlx_parallm.server.api.training.schema import User
+from mlx_parallm.server.api.conversation import Messages
+from mlx_parallm.server.api.fields import MAX_NAME, Name, NonEmptyTokenIds, WireInput, refused
 
 TrajectoryId = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 AnswerText = Annotated[str, Field(min_length=1)]
@@ -40,7 +38,7 @@ class PreferenceBody(WireInput):
     """In place of `rejected`: the id of a trajectory, such as the one that was edited."""
     correction: AnswerText | None = None
     """What the answer should have been. It is imitated: the same as `chosen` without a rejected answer."""
-    user: User | None = None
+    user: Name | None = None
     """Who says so. The last edit of one user about one answer or prompt counts, as long as it waits."""
     lora_adapter: str | None = None
     """The adapter that learns from it. By default, the one that the named trajectories train, or else the default

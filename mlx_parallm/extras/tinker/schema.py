@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from mlx_parallm.server.api.bodies import MAX_SEQUENCES, MAX_STOP_CHARACTERS, MAX_STOPS
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, OpenBody, WireInput
-from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES, MAX_STOP_CHARACTERS, MAX_STOPS
 
 MAX_ID, MAX_NAME, MAX_TOP, MAX_STOP_TOKENS = 256, 48, 20, 64
 NAME = rf"^[A-Za-z0-9_-][A-Za-z0-9._-]{{0,{MAX_NAME - 1}}}$"

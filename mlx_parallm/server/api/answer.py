@@ -26,9 +26,9 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
 )
 from mlx_parallm.core.splitter import AnswerPart, Splitter
-from mlx_parallm.core.text import TextTokenizer
+from mlx_parallm.core.text import RepairKind, TextTokenizer
+from mlx_parallm.server.api.bodies import GenerationBody
 from mlx_parallm.server.api.fields import WireOutput
-from mlx_parallm.server.api.generation_fields import GenerationBody
 from mlx_parallm.server.api.logprobs import ScoredToken
 from mlx_parallm.server.errors import error_body
 from mlx_parallm.server.streams import OPENAI_EVENTS, Framing
@@ -54,6 +54,16 @@ class Usage(WireOutput):
     """The sum of both."""
     prompt_tokens_details: PromptTokensDetails | None = None
     """How many of the prompts' tokens were cached."""
+
+
+class RepairedCall(WireOutput):
+    """A tool call that was not valid in the form of the model's family, and could only mean one thing."""
+
+    position: int
+    """The call's position in the answer."""
+    kind: RepairKind
+    """What was wrong: `form`, it was in another family's form; `end`, its end was missing, or a bracket was closed
+    twice; `quotes`, a quote, a comma or a line break made its JSON invalid; `fence`, it was in a fenced block."""
 
 
 class AnswerObject(WireOutput):
@@ -314,6 +324,12 @@ def parts_of(splitter: Splitter, output: ChoicePiece | SequenceOutput) -> Iterat
     yield from splitter.feed(output.text)
     if output.finish_reason is not None:
         yield from splitter.end(cut_off(output))
+
+
+def repaired_fields(splitter: Splitter) -> dict[str, Any]:
+    """The answer's field that names the repaired calls; none if no call was repaired."""
+    repaired = [RepairedCall(position=position, kind=kind) for position, kind in splitter.repaired]
+    return {"repaired_tool_calls": repaired} if repaired else {}
 
 
 def repetition_fields(reason: FinishReason | None) -> dict[str, Any]:

@@ -14,8 +14,16 @@ from starlette.responses import Response
 from mlx_parallm.core.requests import Event, GenerationRequest, PromptScored
 from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, ending
+from mlx_parallm.server.api.bodies import (
+    NO_LIMIT,
+    UNSUPPORTED_OPTIONS,
+    Candidates,
+    GenerationBody,
+    TokenLimit,
+    TopLogprobs,
+    widest,
+)
 from mlx_parallm.server.api.fields import FinishReasonText, Neutral, TokenId, WireOutput, is_token_ids, refused
-from mlx_parallm.server.api.generation_fields import UNSUPPORTED_OPTIONS, GenerationBody
 from mlx_parallm.server.api.logprobs import (
     CompletionLogprobs,
     CompletionLogprobsWriter,
@@ -23,7 +31,6 @@ from mlx_parallm.server.api.logprobs import (
     prompt_logprobs,
     scored_prompt,
 )
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT, Candidates, TokenLimit, TopLogprobs, widest
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable

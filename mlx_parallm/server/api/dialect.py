@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from mlx_parallm.errors import RequestError
-from mlx_parallm.server.api.generation_fields import GenerationBody
+from mlx_parallm.server.api.bodies import GenerationBody
 from mlx_parallm.server.body import validated
 
 Body = TypeVar("Body", bound=GenerationBody)

@@ -39,9 +39,11 @@ EMPTY_IS_LEFT_OUT = frozenset({"model", "stop"})
 """Declared fields that count as left out with an empty text too: clients send them so for the server's own. An empty
 name of an adapter is refused: it must not mean the base model."""
 INT32_MAX = 2**31 - 1
+MAX_NAME = 160
+"""Largest number of characters of the names of adapters, checkpoints, trajectories and users."""
 CHOSEN_ID = re.compile(r"[ -~]{1,128}")
 """Ids of requests that clients may choose: printable ASCII."""
-MAX_NAMES, MAX_NAME = 20, 64
+MAX_IGNORED, MAX_IGNORED_NAME = 20, 64
 """Largest number of unknown fields that are reported for one body, and of characters of each name."""
 MISSPELLED = 0.85
 """Smallest similarity (`difflib`'s ratio) at which an unknown name counts as a misspelled known one."""
@@ -76,9 +78,9 @@ class IgnoredFields:
     """Collects the unknown fields of one request body, for the `x-ignored-fields` header, the log and the metrics.
 
     Validation ignores unknown fields when an object of this class is its context, and refuses them without one.
-    `count` is the number of all unknown fields. `names` are the first `MAX_NAMES` different paths, without list
-    indices (`messages.id`), percent-encoded and cut to `MAX_NAME` characters. `meant` maps those of them that look
-    misspelled to the field that was probably meant. `path` leads to the object that is validated now.
+    `count` is the number of all unknown fields. `names` are the first `MAX_IGNORED` different paths, without list
+    indices (`messages.id`), percent-encoded and cut to `MAX_IGNORED_NAME` characters. `meant` maps those of them that
+    look misspelled to the field that was probably meant. `path` leads to the object that is validated now.
     """
 
     count: int = 0
@@ -89,13 +91,13 @@ class IgnoredFields:
     def add(self, name: str, known: Collection[str]) -> None:
         """Records an unknown field of an object whose declared fields are `known`."""
         self.count += 1
-        if len(self.names) == MAX_NAMES:
+        if len(self.names) == MAX_IGNORED:
             return
-        path = ".".join([*self.path, name[:MAX_NAME]])
+        path = ".".join([*self.path, name[:MAX_IGNORED_NAME]])
         encoded = _percent_encoded(path or '""')  # an empty element would make the header malformed
         if encoded not in self.names:
             self.names.append(encoded)
-            if close := difflib.get_close_matches(name[:MAX_NAME], known, n=1, cutoff=MISSPELLED):
+            if close := difflib.get_close_matches(name[:MAX_IGNORED_NAME], known, n=1, cutoff=MISSPELLED):
                 self.meant[encoded] = close[0]
 
 
@@ -104,7 +106,7 @@ def _percent_encoded(path: str) -> str:
     text = ""
     for character in path:
         part = quote(character, safe="")
-        if len(text) + len(part) > MAX_NAME:
+        if len(text) + len(part) > MAX_IGNORED_NAME:
             break
         text += part
     return text
@@ -243,6 +245,9 @@ class WireQuery(BaseModel):
     """The query of a URL. Undeclared names are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 
 
 # ---- token ids -----------------------------------------------------------------------------------

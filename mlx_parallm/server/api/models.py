@@ -15,8 +15,7 @@ from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.models import BaseStatus, ModelState, ServedModel
 from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.server.access import Role
-from mlx_parallm.server.api.chat.messages import Conversation, Messages
-from mlx_parallm.server.api.chat.template import TemplateVariables, chosen_template
+from mlx_parallm.server.api.conversation import Conversation, Messages, TemplateVariables, chosen_template
 from mlx_parallm.server.api.fields import OpenBody, TokenIds, WireOutput, refused
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import check_ids

@@ -1,4 +1,5 @@
-"""Routes for operators: `/health`, `/ready`, `/version`, `/metrics`, `/server_info`, `/debug/state`, `/docs`."""
+"""Routes for operators: `/health`, `/liveness`, `/ready`, `/version`, `/metrics`, `/server_info`, `/debug/state`, and
+`/docs`; and `/get_world_size`, which trainers ask for."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.server.access import Role
+from mlx_parallm.server.api.bodies import MAX_SEQUENCES
 from mlx_parallm.server.api.fields import WireOutput, WireQuery
-from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
-from mlx_parallm.server.api.training.schedule import ModeName, mode_of, schedule_object
+from mlx_parallm.server.api.schedule import ModeName, mode_of, schedule_object
 from mlx_parallm.server.errors import NotReadyError
 from mlx_parallm.server.request import used_defaults
 from mlx_parallm.server.routing import Router
@@ -52,6 +53,13 @@ class ServerVersion(WireOutput):
     """The version of the package mlx_parallm."""
 
 
+class WorldSize(WireOutput):
+    """The processes that hold the model."""
+
+    world_size: int
+    """Always 1."""
+
+
 @router.get("/health", role=None, response_model_exclude_unset=True)
 async def health(services: ServicesDep) -> ProbeStatus:
     """Whether the server works: 503 if the device thread, which runs the model, has stopped."""
@@ -60,6 +68,12 @@ async def health(services: ServicesDep) -> ProbeStatus:
         raise EngineDeadError("the device thread is not running")
     text = stats.machine.relief_text
     return ProbeStatus(status="ok", notices=(text,)) if text else ProbeStatus(status="ok")
+
+
+@router.get("/liveness", role=None, response_model_exclude_unset=True)
+async def liveness() -> ProbeStatus:
+    """Whether the HTTP server answers. `/health` says whether the engine works too."""
+    return ProbeStatus(status="ok")
 
 
 @router.get("/ready", role=None, response_model_exclude_unset=True)
@@ -75,6 +89,12 @@ async def ready(services: ServicesDep) -> ProbeStatus:
 async def version() -> ServerVersion:
     """The server's version."""
     return ServerVersion(version=__version__)
+
+
+@router.get("/get_world_size", role=Role.INFERENCE)
+async def get_world_size() -> WorldSize:
+    """The number of processes that hold the model."""
+    return WorldSize(world_size=1)
 
 
 @router.get(

@@ -17,23 +17,27 @@ from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.splitter import Splitter
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError, shown
 from mlx_parallm.server.access import Role
-from mlx_parallm.server.api.chat.route import plan_chat, prompt_of
-from mlx_parallm.server.api.chat.schema import ChatBody
+from mlx_parallm.server.api.chat import ChatBody, plan_chat, prompt_of
 from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
 from mlx_parallm.server.api.fields import WireQuery
-from mlx_parallm.server.api.responses.conversation import (
+from mlx_parallm.server.api.responses.body import (
     ITEM_LIST,
     MAX_ITEM_ID,
-    ItemFields,
     ItemReference,
-    StoredResponse,
-    listed_item,
+    ResponsesBody,
     messages_of,
+    names_of_tools,
 )
-from mlx_parallm.server.api.responses.objects import DeletedResponse, InputItems, InputTokens, ResponseObject, new_id
-from mlx_parallm.server.api.responses.schema import ResponsesBody
-from mlx_parallm.server.api.responses.stream import ResponseWriter, empty_response
-from mlx_parallm.server.api.responses.tools import names_of_tools
+from mlx_parallm.server.api.responses.output import (
+    DeletedResponse,
+    InputItems,
+    InputTokens,
+    ResponseObject,
+    ResponseWriter,
+    empty_response,
+    new_id,
+)
+from mlx_parallm.server.api.responses.store import ItemFields, StoredResponse, listed_item
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.errors import UnknownResponseError
 from mlx_parallm.server.generation import GenerationResponse

@@ -20,9 +20,8 @@ from mlx_parallm.core.requests import Event, PromptScored, RequestFinished
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import AnswerWriter, Usage, token_usage, usage_of
+from mlx_parallm.server.api.bodies import MAX_INPUTS, MAX_SEQUENCES, PoolingBody, together
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, WireInput, WireOutput, refused
-from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
-from mlx_parallm.server.api.sampling_fields import MAX_SEQUENCES
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import generating

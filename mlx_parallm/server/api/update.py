@@ -1,6 +1,6 @@
-"""Request bodies of the training routes.
+"""`POST /v1/training/update`: one update now, with what was collected, or with trajectories that the client sends.
 
-A trajectory that a client sends with `POST /v1/training/update` is a prompt and a completion, or one row of tokens:
+A trajectory that a client sends is a prompt and a completion, or one row of tokens:
 
     prompt_token_ids [5, 6]   completion_token_ids [7, 2]                          one answer
     token_ids [5, 6, 7, 2, 8, 9, 3, 2]   mask [0, 0, 1, 1, 0, 0, 1, 1]             two turns, with a tool result between
@@ -11,16 +11,27 @@ The second form is the one in which prime-rl, verifiers, TRL and Atropos keep ro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Annotated
 
+from fastapi import Depends
 from pydantic import Field, PlainValidator, model_validator
+from starlette.requests import Request
 
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.server.api.adapters.schema import MAX_NAME, Name
-from mlx_parallm.server.api.fields import INT32_MAX, NonEmptyTokenIds, WireInput, refused
-from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID, MIN_COLLECTED_TEMPERATURE
-
-User = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
+from mlx_parallm.core.trajectories import GivenTrajectory
+from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.rl.status import UpdateReport
+from mlx_parallm.server.access import Role
+from mlx_parallm.server.api.bodies import MAX_EPISODE_ID, MIN_COLLECTED_TEMPERATURE
+from mlx_parallm.server.api.fields import MAX_NAME, Name, NonEmptyTokenIds, WireInput, refused
+from mlx_parallm.server.body import json_body
+from mlx_parallm.server.request import adapter_named_by, check_ids
+from mlx_parallm.server.request_log import record_of
+from mlx_parallm.server.routing import Router
+from mlx_parallm.server.services import Services, ServicesDep, TrainingDep
 
 MAX_LOGPROB = 1e-3
 """Log-probabilities are at most 0, but float32 sums can be slightly above."""
@@ -200,49 +211,143 @@ class UpdateBody(WireInput):
         return self
 
 
-class ControlBody(WireInput):
-    """The adapter to control."""
+def given_trajectories(bodies: Sequence[GivenTrajectoryBody], services: Services) -> list[GivenTrajectory]:
+    """What training gets of these bodies. Texts are encoded, so call it in a worker thread.
 
-    lora_adapter: str | None = None
-    """The adapter. By default, the default adapter."""
-
-
-class TrainingRollbackBody(ControlBody):
-    """The version to go back to."""
-
-    to: str | None = None
-    """A checkpoint's name or tag. By default, the best version."""
+    Raises:
+        InvalidRequestError: a token id is not in the vocabulary, or the number of logprobs or advantages is wrong.
+        ContextLengthError: a trajectory is longer than the context.
+        UnknownModelError: a `lora_version` is unknown.
+    """
+    return [_trajectory(body, services, f"trajectories[{number}]") for number, body in enumerate(bodies)]
 
 
-class FeedbackBody(WireInput):
-    """The reward of an answer, of an episode, of one turn of it, or of the tokens of one answer or turn."""
+def _trajectory(body: GivenTrajectoryBody, services: Services, param: str) -> GivenTrajectory:
+    if body.token_ids is not None and body.mask is not None:
+        return _row(body, body.token_ids, body.mask, services, param)
+    card, encode = services.models.first.card, services.models.first.tokenizer.encode
+    prompt = body.prompt_token_ids or encode(body.prompt or "", True, card.context_length)
+    completion = body.completion_token_ids or body.tokens or encode(body.output or "", False, card.context_length)
+    check_ids(prompt, card.vocab_size, f"{param}.prompt_token_ids")
+    check_ids(completion, card.vocab_size, f"{param}.completion_token_ids")
+    advantages = _of_each_token(body.advantages, len(completion))
+    for name, values in (("logprobs", body.given_logprobs), ("advantages", advantages)):
+        if values and len(values) != len(completion):
+            raise InvalidRequestError(
+                f"{param}.{name}: there must be one for each of the {len(completion)} tokens of the completion; send "
+                f"`tokens` in place of `output`, or no {name}.",
+                param=f"{param}.{name}",
+            )
+    return _given(body, services, param, prompt, completion, body.given_logprobs, advantages)
 
-    trajectory_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
-    """The id of an answer, from the response of the request that was collected. If the answer is a turn of an episode,
-    its reward adds to that of the episode."""
-    episode_id: Annotated[str, Field(min_length=1, max_length=MAX_EPISODE_ID)] | None = None
-    """An episode, in place of `trajectory_id`. Its reward ends it."""
-    group_id: Annotated[str, Field(min_length=1, max_length=MAX_EPISODE_ID)] | None = None
-    """The group of `episode_id`, if its requests named one."""
-    score: float | None = None
-    """The reward: any finite number."""
-    token_rewards: Annotated[list[float], Field(min_length=1, max_length=INT32_MAX)] | None = None
-    """In place of `score`, with `trajectory_id`: one reward for each token of the answer. Each counts for its token and
-    for those before it."""
-    user: User | None = None
-    """With `trajectory_id` and `score`: whose opinion this is. The last one of each user counts, and the reward is the
-    mean over users. All that is sent without a `user` is the opinion of one."""
 
-    @model_validator(mode="after")
-    def _names_one(self) -> FeedbackBody:
-        if (self.trajectory_id is None) == (self.episode_id is None):
-            raise refused("send this or episode_id, and not both", "trajectory_id")
-        if (self.score is None) == (self.token_rewards is None):
-            raise refused("send this or token_rewards, and not both", "score")
-        if self.group_id is not None and self.episode_id is None:
-            raise refused("needs episode_id", "group_id")
-        if self.token_rewards is not None and self.trajectory_id is None:
-            raise refused("needs trajectory_id", "token_rewards")
-        if self.user is not None and (self.trajectory_id is None or self.score is None):
-            raise refused("needs trajectory_id and score", "user")
-        return self
+def _row(
+    body: GivenTrajectoryBody, ids: list[int], mask: list[bool], services: Services, param: str
+) -> GivenTrajectory:
+    """The tokens before the first sampled one are the prompt."""
+    check_ids(ids, services.models.first.card.vocab_size, f"{param}.token_ids")
+    start = mask.index(True)
+    advantages = _of_each_token(body.advantages, len(ids))
+    return _given(
+        body,
+        services,
+        param,
+        ids[:start],
+        ids[start:],
+        body.given_logprobs[start:],
+        advantages[start:],
+        () if all(mask[start:]) else tuple(mask[start:]),
+    )
+
+
+def _of_each_token(advantages: float | list[float] | None, tokens: int) -> list[float]:
+    if advantages is None:
+        return []
+    return advantages if isinstance(advantages, list) else [advantages] * tokens
+
+
+def _given(
+    body: GivenTrajectoryBody,
+    services: Services,
+    param: str,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    logprobs: Sequence[float],
+    advantages: Sequence[float],
+    mask: tuple[bool, ...] = (),
+) -> GivenTrajectory:
+    tokens, context = len(prompt) + len(completion), services.models.first.card.context_length
+    if tokens > context:
+        raise ContextLengthError(
+            f"This model's maximum context length is {context} tokens, and {param} has {tokens}. Leave it out.",
+            param=param,
+        )
+    return GivenTrajectory(
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(completion),
+        reward=body.reward,
+        group_id=body.group_id,
+        sampling_logprobs=tuple(logprobs),
+        temperature=body.temperature,
+        adapter=_version(body.lora_version, services, f"{param}.lora_version"),
+        mask=mask,
+        advantages=tuple(advantages),
+        episode_id=body.episode_id,
+    )
+
+
+def _version(selector: str | None, services: Services, param: str) -> AdapterRef | None:
+    if selector is None:
+        return None
+    return BASE_ADAPTER if services.is_base(selector) else services.find(selector, param).ref
+
+
+router = Router()
+
+
+@router.post(
+    "/v1/training/update",
+    role=Role.TRAIN,
+    audited=True,
+    examples={
+        "what waits": {},
+        "given": {
+            "trajectories": [
+                {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 4], "reward": 1, "group_id": "a"},
+                {"prompt_token_ids": [1, 2], "completion_token_ids": [5, 4], "reward": 0, "group_id": "a"},
+            ]
+        },
+        "rows of tokens": {
+            "trajectories": [
+                {"token_ids": [1, 2, 3, 4, 1, 5], "mask": [0, 0, 1, 1, 0, 1], "advantages": 0.5},
+                {"token_ids": [1, 2, 5, 4], "mask": [0, 0, 1, 1], "advantages": -0.5},
+            ]
+        },
+    },
+)
+async def update(
+    body: Annotated[UpdateBody, Depends(json_body(UpdateBody, required=False))],
+    request: Request,
+    services: ServicesDep,
+    training: TrainingDep,
+) -> UpdateReport:
+    """Makes one update now, with the complete groups or with the given trajectories, whose tokens count as those of a
+    prompt. When the answer comes, the update has ended, and a version that it published is live."""
+    given = None
+    with ExitStack() as charged:
+        if body.given is not None:
+            account = record_of(request.scope).account = services.accounts.of(services.key)
+            charged.enter_context(account.request())
+            encode = partial(given_trajectories, body.given, services)
+            given = await services.workers.run(request.state.body_bytes, encode)
+            account.add_prompt(sum(len(each.prompt_ids) + len(each.completion_ids) for each in given))
+        with adapter_named_by("lora_adapter", body.lora_adapter):
+            updating = training.update(
+                body.lora_adapter,
+                given,
+                body.update_inference,
+                body.checkpoint_name,
+                body.signal,
+                reader=services.key.reader,
+            )
+            return await services.lifecycle.run_to_end(updating)

@@ -20,9 +20,9 @@ from mlx_parallm.core.requests import Event, GenerationRequest, Pooling, Request
 from mlx_parallm.errors import ContextLengthError, EngineError, InvalidRequestError
 from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import AnswerWriter, Usage, usage_of
+from mlx_parallm.server.api.bodies import MAX_INPUTS, PoolingBody, together
 from mlx_parallm.server.api.completions import Prompt, Prompts, prompts_of
 from mlx_parallm.server.api.fields import INT32_MAX, Neutral, Numbers, WireOutput, refused
-from mlx_parallm.server.api.pooling.fields import MAX_INPUTS, PoolingBody, together
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import generating

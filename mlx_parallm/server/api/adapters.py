@@ -6,38 +6,22 @@ client disconnects.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NoReturn
 
 from fastapi import Depends, Path
+from pydantic import Field, PlainValidator
 
-from mlx_parallm.adapters.cards import AdapterCard, CheckpointCard
-from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.adapters.cards import AdapterCard, CheckpointCard, KeptPart
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef, AdapterText
 from mlx_parallm.core.json_values import fields_of
-from mlx_parallm.errors import UnknownModelError
+from mlx_parallm.errors import InvalidRequestError, UnknownModelError
 from mlx_parallm.server.access import Role
-from mlx_parallm.server.api.adapters.schema import (
-    Adapter,
-    AdapterList,
-    AdapterRoute,
-    CheckpointList,
-    DeleteAdapterBody,
-    DeletedAdapter,
-    LoadedLora,
-    LoadLoraBody,
-    RollbackBody,
-    RolledBack,
-    RouteBody,
-    SaveCheckpointBody,
-    SlotCounts,
-    SwitchedLora,
-    SwitchLoraBody,
-    UnloadedLora,
-    UnloadLoraBody,
-)
-from mlx_parallm.server.api.training.route import stop_teaching
+from mlx_parallm.server.api.fields import INT32_MAX, Name, Neutral, WireInput, WireOutput, refused
+from mlx_parallm.server.api.training import stop_teaching
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import adapter_named_by
 from mlx_parallm.server.routing import Router
@@ -45,6 +29,243 @@ from mlx_parallm.server.services import Services, ServicesDep
 
 if TYPE_CHECKING:
     from mlx_parallm.extras.competition.service import CompetitionService
+
+MAX_PATH = 4096
+MAX_ROUTES, MAX_WEIGHT = 16, 1e9
+MAX_METRICS, MAX_METRIC_NAME = 64, 128
+
+BaseName = Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    return type(value) in (int, float) and low <= value <= high  # type: ignore[operator]
+
+
+def _weights(value: object) -> dict[str, float]:
+    if not isinstance(value, dict) or not 1 <= len(value) <= MAX_ROUTES:
+        raise refused(f"must map 1 to {MAX_ROUTES} selectors to weights")
+    if not all(_is_number(weight, 0, MAX_WEIGHT) for weight in value.values()):
+        raise refused(f"each weight must be a number from 0 to {MAX_WEIGHT:g}")
+    if not any(value.values()):
+        raise refused("at least one weight must be above 0")
+    return {selector: float(weight) for selector, weight in value.items()}
+
+
+def _metrics(value: object) -> dict[str, float]:
+    if not isinstance(value, dict) or len(value) > MAX_METRICS or max(map(len, value), default=0) > MAX_METRIC_NAME:
+        raise refused(f"must map at most {MAX_METRICS} names of at most {MAX_METRIC_NAME} characters to numbers")
+    most = sys.float_info.max
+    if not all(_is_number(number, -most, most) for number in value.values()):
+        raise refused("each value must be a finite number")
+    return {name: float(number) for name, number in value.items()}
+
+
+_Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
+_MetricName = Annotated[str, Field(max_length=MAX_METRIC_NAME)]
+
+Weights = Annotated[
+    dict[str, float],
+    PlainValidator(
+        _weights,
+        json_schema_input_type=Annotated[dict[str, _Weight], Field(min_length=1, max_length=MAX_ROUTES)],
+    ),
+]
+Metrics = Annotated[
+    dict[str, float],
+    PlainValidator(_metrics, json_schema_input_type=Annotated[dict[_MetricName, float], Field(max_length=MAX_METRICS)]),
+]
+
+
+class ReplaceLoraBody(WireInput):
+    """An adapter to load in place of the one with its name; prime-rl's body."""
+
+    NEUTRAL: ClassVar[Neutral] = {"is_3d_lora_weight": (False,), "load_inplace": (True,), "pinned": (False,)}
+
+    lora_name: Name
+    """The adapter's name; not a path."""
+    lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
+    """A folder under the operator's adapter roots."""
+    base_model_name: BaseName | None = None
+    """The base model that the adapter is for; by default, the one that its files name, or else the first one."""
+
+
+class LoadLoraBody(ReplaceLoraBody):
+    """An adapter to load; vLLM's body."""
+
+    NEUTRAL: ClassVar[Neutral] = {"is_3d_lora_weight": (False,)}
+
+    load_inplace: bool = False
+    """Whether the name may be in use already. If it is, later requests with this name get the new version."""
+
+
+class UnloadLoraBody(WireInput):
+    """An adapter to remove; vLLM's body."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
+
+    lora_name: str
+    """A name, for all its versions, or `name@version`."""
+    base_model_name: BaseName | None = None
+    """The base model that the adapter must be one of. Names of adapters are unique on a server, so it may be left
+    out."""
+
+
+class RouteBody(WireInput):
+    """How requests that name no adapter are split."""
+
+    weights: Weights
+    """Maps each selector to a weight; requests are split in proportion to the weights. A selector is a name,
+    `name@version`, `base` for the base model, or a checkpoint of the default adapter."""
+
+
+class RollbackBody(WireInput):
+    """The change to undo."""
+
+    lora_name: str | None = None
+    """The adapter whose previous version becomes live. If it is left out, the last change of the route is undone."""
+
+
+class SwitchLoraBody(WireInput):
+    """The adapter version for requests that name none."""
+
+    version: str
+    """A selector: a name, `name@version`, or a checkpoint of the default adapter."""
+
+
+class SaveCheckpointBody(WireInput):
+    """The adapter to save."""
+
+    checkpoint_name: Name | None = None
+    """A tag for the checkpoint."""
+    lora_name: str | None = None
+    """A selector of the adapter. If it is left out, the default adapter is saved."""
+    step: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """Number of the checkpoint. By default, the next number."""
+    metrics: Metrics = Field(default_factory=dict)
+    """Up to 64 numbers, each with a name, that are saved with the checkpoint."""
+
+
+class DeleteAdapterBody(WireInput):
+    """The adapter to remove with all that is kept of it."""
+
+    lora_name: Name
+    """Its name."""
+    dry_run: bool = False
+    """Whether nothing is removed; the answer says what would be."""
+    stop_training: bool = False
+    """Whether its lesson and its training are stopped first. By default, an adapter in training is a 409."""
+
+
+class DeletedAdapter(WireOutput):
+    """What was removed of an adapter, or would be."""
+
+    status: Literal["success"]
+    lora_name: str
+    """Its name."""
+    deleted: bool
+    """Whether it was removed: false for a `dry_run`."""
+    parts: tuple[KeptPart, ...]
+    """What was removed, or would be."""
+    in_training: bool
+    """Whether it is in training now."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter(AdapterCard):
+    """One version of an adapter."""
+
+    name: str
+    """The adapter's name."""
+    version: int
+    """Counted from 1."""
+    requests: int
+    """Requests that it got since the server started, as in `mlx_parallm_adapter_requests_total`."""
+    unnamed_share: float
+    """Its share of the requests that name no adapter, 0 to 1. Two versions that are compared share what their name
+    gets."""
+
+
+class SlotCounts(WireOutput):
+    """Slots of the adapter bank. Each slot has room for one adapter version."""
+
+    total: int
+    """All slots."""
+    used: int
+    """Slots that have a version."""
+    pinned: int
+    """Slots in use by sequences under way."""
+
+
+class AdapterList(WireOutput):
+    """All adapter versions that requests may name."""
+
+    object: Literal["list"]
+    data: list[Adapter]
+    """Ordered by name and version."""
+    route: dict[str, float]
+    """How requests that name no adapter are split: the share of each selector. The shares add up to 1."""
+    route_changed: bool
+    """Whether `/v1/adapters/rollback` without a name has a change of the route to undo."""
+    base_requests: int
+    """Requests that base models got without an adapter, since the server started."""
+    slots: SlotCounts
+    """Slots of the adapter bank."""
+    bank_bytes: int
+    """Bytes of the adapter bank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedLora(Adapter):
+    """The adapter version that was loaded."""
+
+    status: Literal["success"]
+    lora_name: str
+    """The adapter's name."""
+    lora_adapter: AdapterText
+    """The version that the name means now, as `name@version`."""
+
+
+class UnloadedLora(WireOutput):
+    """The adapter versions that were removed."""
+
+    status: Literal["success"]
+    unloaded: list[str]
+    """The versions, as `name@version`."""
+
+
+class AdapterRoute(WireOutput):
+    """How requests that name no adapter are split."""
+
+    route: dict[str, float]
+    """The share of each selector. The shares add up to 1."""
+
+
+class RolledBack(WireOutput):
+    """The state after a rollback."""
+
+    status: Literal["success"]
+    lora_adapter: str
+    """The version that is live again; after a rollback of the route, the one with the largest share."""
+    route: dict[str, float]
+    """The share of each selector. The shares add up to 1."""
+
+
+class SwitchedLora(WireOutput):
+    """The route after a switch."""
+
+    status: Literal["success"]
+    current_lora: str
+    """The version that serves requests which name no adapter."""
+    route: dict[str, float]
+    """The share of each selector. The shares add up to 1."""
+
+
+class CheckpointList(WireOutput):
+    """Checkpoints on disk."""
+
+    object: Literal["list"]
+    data: Sequence[CheckpointCard]
+    """Oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +321,32 @@ async def load_lora_adapter(
     """Loads an adapter, and answers when the new version is live. The name `name@number` gives the version this number:
     it must be higher than those of all versions that the name has had (409 otherwise), and the version is kept until it
     is unloaded."""
-    return await load(services, body.lora_name, body.lora_path, body.load_inplace, body.base_model_name)
+    return await _load(services, body, body.load_inplace)
 
 
-async def load(services: Services, name: str, path: str, replace: bool, base_model_name: str | None) -> LoadedLora:
-    """See `core.AdapterClient.load`."""
-    base = services.base_called(base_model_name, "base_model_name")
-    services.check_may_change(name)
+@router.post(
+    "/load_lora_adapter",
+    role=Role.TRAIN,
+    audited=True,
+    examples={"from a folder": {"lora_name": "tone", "lora_path": "tone"}},
+)
+async def replace_lora_adapter(
+    body: Annotated[ReplaceLoraBody, Depends(json_body(ReplaceLoraBody))], services: ServicesDep
+) -> LoadedLora:
+    """Loads an adapter, and answers when the new version is live. Requests under way with this name keep the version
+    that they began with, and later ones get the new one. `/v1/load_lora_adapter` does the same with `load_inplace`."""
+    return await _load(services, body, in_place=True)
+
+
+async def _load(services: Services, body: ReplaceLoraBody, in_place: bool) -> LoadedLora:
+    base = services.base_called(body.base_model_name, "base_model_name")
+    services.check_may_change(body.lora_name)
     services.check_not_trained(
-        name,
+        body.lora_name,
         "its versions are those of its updates. Load the files under another name. POST /v1/training/rollback serves "
         "an earlier version.",
     )
-    card = await services.lifecycle.run_to_end(services.adapters.load(name, path, replace, base))
+    card = await services.lifecycle.run_to_end(services.adapters.load(body.lora_name, body.lora_path, in_place, base))
     adapter = adapter_object(card, Traffic.of(services), services)
     return LoadedLora(**fields_of(adapter), status="success", lora_name=card.ref.name, lora_adapter=card.ref)
 
@@ -311,3 +545,17 @@ async def save_checkpoint(
         else:
             saving = services.adapters.save_checkpoint(body.lora_name, body.step, tags, body.metrics)
         return await services.lifecycle.run_to_end(saving)
+
+
+# -- weights of whole models -----------------------------------------------------------------------
+
+
+@router.post("/update_weights", role=Role.TRAIN, include_in_schema=False, response_model=None)
+async def refuse_weights() -> NoReturn:
+    """Refuses the weights of a whole model. prime-rl takes a 404 for a server that needs no update, and goes on with
+    the old weights; other trainers are told by the 404 of the routes that they call first."""
+    raise InvalidRequestError(
+        "This server takes no weights of a whole model: its base model is shared by all requests and never changes. "
+        "Train a LoRA adapter and send each new one with POST /v1/load_lora_adapter (load_inplace true, or the name "
+        "name@step) or POST /load_lora_adapter; or let this server train, with POST /v1/training/update."
+    )

@@ -1,34 +1,135 @@
 """`/v1/training/trajectories`: the groups that were collected, as a list in pages, and one of them in full. Tokens are
-decoded in worker threads, and how many one answer has is bounded."""
+decoded in worker threads, and how many one answer has is bounded. `/debug/trajectories` has the newest trajectories as
+they are.
+"""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Path, Query
 from pydantic import TypeAdapter
 from starlette.responses import Response
 
-from mlx_parallm.core.json_values import fields_of
+from mlx_parallm.core.adapters import AdapterText
+from mlx_parallm.core.json_values import Figure, JsonObject, UnixTime, fields_of
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.trajectories import Trajectory
-from mlx_parallm.rl.reading import CollectedGroup, CollectedSample, CollectedTurn, GroupFilter, GroupPage, GroupRow
-from mlx_parallm.rl.trajectories import TrajectoryState
-from mlx_parallm.server.access import Role
-from mlx_parallm.server.api.adapters.schema import MAX_NAME
-from mlx_parallm.server.api.training.collected.schema import (
-    CollectedGroupObject,
-    CollectedSampleObject,
-    CollectedTurnObject,
-    GroupPageObject,
-    GroupRowObject,
-    TokenObject,
+from mlx_parallm.rl.reading import (
+    CollectedGroup,
+    CollectedSample,
+    CollectedTurn,
+    EditedAnswer,
+    GroupFilter,
+    GroupPage,
+    GroupRow,
+    Thumbs,
 )
+from mlx_parallm.rl.trajectories import GroupMember, TrajectoryState
+from mlx_parallm.server.access import Role
+from mlx_parallm.server.api.fields import MAX_NAME, FinishReasonText, WireOutput
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep, TrainingDep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRowObject(GroupRow):
+    """A group of trajectories in a list."""
+
+    prompt: str
+    """The beginning of its prompt; of a conversation, of the last message of the user."""
+    created: UnixTime
+    """Time of its first answer in ISO-8601, UTC."""
+
+
+class GroupPageObject(WireOutput):
+    """A page of a list of groups."""
+
+    object: Literal["list"]
+    data: list[GroupRowObject]
+    """Newest first."""
+    has_more: bool
+    """Whether older ones follow. They come with the last `number` of this page as `after`."""
+
+
+class TokenObject(WireOutput):
+    """One token of an answer."""
+
+    text: str
+    """The text that it adds; empty while a character is incomplete. Special tokens are written out."""
+    logprob: Figure | None
+    """Log-probability in nats when it was drawn; null if that is unknown."""
+    advantage: Figure | None
+    """Its advantage in the last update that took the answer; null if there was none."""
+    context: bool = False
+    """It was not drawn and is not trained, such as the result of a tool."""
+
+
+class CollectedTurnObject(WireOutput):
+    """One answer; of an episode, one turn."""
+
+    trajectory_id: str
+    """Its id, for feedback and corrections."""
+    lora_version: AdapterText | None
+    """The version that drew it; null if it is unknown."""
+    context: str
+    """What came before the answer after the group's prompt or the turn before; cut at its beginning if it is long."""
+    text: str
+    """The answer without special tokens, as far as its tokens are shown."""
+    tokens: list[TokenObject]
+    """Its first tokens."""
+    tokens_left_out: int
+    """Tokens after these, which are not shown."""
+    temperature: float
+    """The temperature of sampling."""
+    finish_reason: FinishReasonText | None
+    """Why it ended; null if that is unknown."""
+    thumbs_up: int
+    """People whose last score for it is above 0."""
+    thumbs_down: int
+    """People whose last score for it is 0 or less."""
+    edits: Sequence[EditedAnswer]
+    """What people wrote in its place, oldest first."""
+
+
+class CollectedSampleObject(WireOutput):
+    """One answer of a group, or one episode."""
+
+    reward: Figure | None
+    """Its reward; null if it has none."""
+    advantage: Figure | None
+    """How much better than expected it was, in the last update that took it; null if none has."""
+    fate: TrajectoryState
+    """What became of it; as that of a group."""
+    reason: str
+    """Why it was dropped; empty if it was not."""
+    thumbs: Thumbs
+    """What feedback on it does now. `count`: it is a reward. `count_late`: the sample was dropped, and is learnt from
+    as late feedback. `nothing`: it is refused, because the sample was trained on, its update was refused, or it is an
+    edit."""
+    turns: list[CollectedTurnObject]
+    """Its answer; of an episode, the last of its answers, in order."""
+    turns_left_out: int
+    """Turns before these, which are not shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectedGroupObject(GroupRowObject):
+    """A group of trajectories in full."""
+
+    scoring_function: str | None
+    """The scorer that rewards it; null if there is none."""
+    full_prompt: str
+    """The prompt as the model got it, with its special tokens; cut at its beginning if it is long."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    members: list[CollectedSampleObject]
+    """Its first samples."""
+
 
 MAX_EXCERPT = 160
 """Characters of a prompt in a list."""
@@ -193,3 +294,91 @@ async def group(
 
 def _json(text: bytes) -> Response:
     return Response(text, media_type="application/json")
+
+
+# -- single trajectories ---
+
+
+class DebugTrajectory(WireOutput):
+    """One trajectory."""
+
+    trajectory_id: str
+    """Its id."""
+    group_id: str
+    """Id of its group: the trajectories of one prompt."""
+    group_size: int
+    """Number of trajectories that the group will have; 0 if that is not known."""
+    episode_id: str | None
+    """The episode that it is a turn of; null if there is none."""
+    turn: int | None
+    """Its place in the episode, if the request gave one."""
+    lora_adapter: AdapterText | None
+    """The adapter version that it was sampled from; `base@0` for the base model. null: unknown, it was drawn
+    elsewhere."""
+    state: TrajectoryState
+    """`waiting` (for a reward), `scored`, `training`, `trained` or `dropped`."""
+    reason: str
+    """Why it was dropped; empty if it was not."""
+    reward: Figure | None
+    """Its reward; null if it has none yet."""
+    scoring_function: str | None
+    """The scorer that rewards it; null if its reward comes as feedback."""
+    metadata: JsonObject
+    """Data for the scorer."""
+    prompt_token_ids: tuple[int, ...]
+    """Token ids of the prompt."""
+    completion_token_ids: tuple[int, ...]
+    """Token ids of the completion, as sampled."""
+    sampling_logprobs: tuple[Figure, ...]
+    """Log-probabilities in nats, one for each completion token, of the distribution that it was sampled from."""
+    temperature: float
+    """The temperature of sampling."""
+    text: str
+    """Text of the completion."""
+    finish_reason: FinishReasonText | None
+    """Why the completion ended; null if it is unknown."""
+    created: UnixTime
+    """Time in ISO-8601, UTC."""
+
+
+class DebugTrajectories(WireOutput):
+    """The newest trajectories."""
+
+    object: Literal["list"]
+    data: list[DebugTrajectory]
+    """Newest first."""
+
+
+def trajectory_object(trajectory: Trajectory, member: GroupMember) -> DebugTrajectory:
+    return DebugTrajectory(
+        trajectory_id=trajectory.trajectory_id,
+        group_id=trajectory.group_id,
+        group_size=trajectory.group_size,
+        episode_id=trajectory.collection.episode_id or None,
+        turn=trajectory.collection.turn,
+        lora_adapter=trajectory.adapter,
+        state=member.state,
+        reason=member.reason or "",
+        reward=member.reward,
+        scoring_function=trajectory.collection.scorer,
+        metadata=trajectory.collection.metadata,
+        prompt_token_ids=trajectory.prompt_ids,
+        completion_token_ids=trajectory.completion_ids,
+        sampling_logprobs=trajectory.sampling_logprobs,
+        temperature=trajectory.temperature,
+        text=trajectory.text,
+        finish_reason=None if trajectory.finish_reason is None else trajectory.finish_reason.value,
+        created=trajectory.created,
+    )
+
+
+MAX_LISTED = 1000
+
+
+@router.get("/debug/trajectories", role=Role.ADMIN)
+async def debug_trajectories(
+    services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Maximum number.")] = 20
+) -> DebugTrajectories:
+    """The newest trajectories with their prompts and answers, newest first."""
+    newest = services.training.trajectories.buffer.newest(limit) if services.training else ()
+    return DebugTrajectories(object="list", data=[trajectory_object(*each) for each in newest])

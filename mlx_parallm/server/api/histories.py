@@ -21,7 +21,7 @@ from mlx_parallm.core.splitter import AnswerSyntax, split
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.turns import Closers, continued
 from mlx_parallm.server.api.answer import cut_off
-from mlx_parallm.server.api.chat.messages import Conversation, GivenCall, GivenFunction, Message
+from mlx_parallm.server.api.conversation import Conversation, GivenCall, GivenFunction, Message
 
 MAX_TOKENS = 8_000_000
 """Token ids that are kept for all episodes together. Of the API key that has the most, the episodes that were used

@@ -13,10 +13,8 @@ from mlx_parallm.core.grammar import Grammar, GrammarCompiler, GrammarKind, Gram
 from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax
 from mlx_parallm.core.text import RepairKind, TextTokenizer, Tool, UnwritableToolError
 from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.server.api.bodies import COLLECTION_RULE, NO_LIMIT, GenerationBody, TokenLimit, checked_schema
 from mlx_parallm.server.api.fields import WireInput, read_nested, refused
-from mlx_parallm.server.api.generation_fields import COLLECTION_RULE, GenerationBody
-from mlx_parallm.server.api.grammar_fields import checked_schema
-from mlx_parallm.server.api.sampling_fields import NO_LIMIT, TokenLimit
 from mlx_parallm.server.request import compile_grammar
 
 MAX_TOOLS = 128

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Depends
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,21 +17,140 @@ from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.requests import PromptScored
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.server.access import Role
-from mlx_parallm.server.api.answer import ChoicePiece, ChoiceWriter, ending
-from mlx_parallm.server.api.chat.route import prompt_of
-from mlx_parallm.server.api.chat.schema import ChatBody
+from mlx_parallm.server.api.answer import AnswerObject, ChoicePiece, ChoiceWriter, ending
+from mlx_parallm.server.api.bodies import (
+    NO_LIMIT,
+    UNSUPPORTED_OPTIONS,
+    CollectableBody,
+    Priority,
+    SamplingFields,
+    StreamOptions,
+    TokenLimit,
+    TopLogprobs,
+)
+from mlx_parallm.server.api.chat import ChatBody, prompt_of
 from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletionBody, plan_completion
 from mlx_parallm.server.api.dialect import Dialect
-from mlx_parallm.server.api.logprobs import chat_logprobs, prompt_logprobs, scored_prompt
-from mlx_parallm.server.api.sampling_fields import SamplingFields
+from mlx_parallm.server.api.fields import FinishReasonText, Neutral, NonEmptyTokenIds, WireOutput
+from mlx_parallm.server.api.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs, scored_prompt
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import streamable
-from mlx_parallm.server.protocols.tokens.schema import RenderedChat, TokenCompletion, TokensBody, TokensChoice
 from mlx_parallm.server.request import RequestContext, adapter_named_by, select_adapter
 from mlx_parallm.server.request_log import new_request_id
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
+
+MAX_REQUEST_ID = 256
+WITHOUT_EFFECT = frozenset({"detokenize", "extra_args", "output_kind", "routed_experts_prompt_start"})
+"""vLLM's sampling parameters that change nothing here: how outputs are batched, and what mixtures of experts report."""
+
+
+class TokenSampling(SamplingFields):
+    """vLLM's sampling parameters."""
+
+    IGNORED: ClassVar[frozenset[str]] = WITHOUT_EFFECT | {"reasoning_effort"}
+    NEUTRAL: ClassVar[Neutral] = {**UNSUPPORTED_OPTIONS, "flat_logprobs": (False,), "logprob_token_ids": ()}
+
+    max_tokens: TokenLimit | None = None
+    """Maximum number of tokens to generate. If it is left out, only the context limits the answer. With 0, nothing is
+    generated, so `prompt_logprobs` is required."""
+    logprobs: TopLogprobs | None = None
+    """Return the logprobs of the generated tokens and, at each position, of this many most likely tokens: at most 20,
+    unless the operator allows more with `--max-logprobs`."""
+
+
+class TokensBody(CollectableBody):
+    """The tokens of a prompt, and how to continue them."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"kv_transfer_params", "vllm_xargs"})
+    NEUTRAL: ClassVar[Neutral] = {"content_parts": (), "features": ()}
+
+    token_ids: NonEmptyTokenIds
+    """The token ids of the prompt, used as they are."""
+    sampling_params: TokenSampling = TokenSampling()
+    """How to continue them."""
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID)] | None = None
+    """Returned with the answer. The server's own id of the request is in the header `x-request-id`."""
+    stream: bool = False
+    """Whether the answer is sent as server-sent events instead of one body."""
+    stream_options: StreamOptions = StreamOptions()
+    """What a stream reports about usage. It has no effect without `stream`."""
+    priority: Priority = 0
+    """Requests with lower values run earlier."""
+    return_token_ids: bool = False
+    """Whether the answer has the token ids of the prompt too."""
+
+    def for_completion(self) -> dict[str, Any]:
+        """The same request as the fields of a completion."""
+        sampling = self.sampling_params
+        return {
+            **self.sent_collection(),
+            **sampling.sent_sampling(),
+            "prompt": self.token_ids,
+            "max_tokens": NO_LIMIT if sampling.max_tokens is None else sampling.max_tokens,
+            "logprobs": sampling.logprobs,
+            "priority": self.priority,
+            "stream": self.stream,
+            "stream_options": self.stream_options.model_dump(),
+            "return_token_ids": True,
+        }
+
+
+class TokensChoice(WireOutput):
+    """One answer, or what a chunk adds to it."""
+
+    LONG: ClassVar[bool] = True
+
+    index: int
+    """The answer's position among the `n`."""
+    token_ids: list[int]
+    """The generated tokens, with the one that ended the answer."""
+    logprobs: ChatLogprobs | None
+    """Logprobs of these tokens, if the request asked for them. Tokens are written as `token_id:<id>`."""
+    finish_reason: FinishReasonText | None
+    """Why the answer ended; null in a chunk before the last."""
+    stop_reason: str | int | None = None
+    """The stop string that ended the answer, or the token of `stop_token_ids`."""
+
+
+class TokenCompletion(AnswerObject):
+    """The whole answer, or one chunk of a stream."""
+
+    LONG: ClassVar[bool] = True
+
+    object: Literal["token_completion"]
+    request_id: str
+    """The `request_id` of the request, or the server's own."""
+    choices: list[TokensChoice]
+    """All answers; in a chunk of a stream, the one that the chunk adds to, or none."""
+    prompt_token_ids: list[int] | None = None
+    """The tokens of the prompt, with `return_token_ids`; in a stream, in the first chunk."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """For each token of the prompt, its logprob and those of likely tokens, by token id; null for the first token, and
+    null instead of the list if the request did not ask for them."""
+
+
+class RenderedChat(WireOutput):
+    """A conversation as a body for `/inference/v1/generate`."""
+
+    LONG: ClassVar[bool] = True
+
+    token_ids: list[int]
+    """The token ids of the rendered conversation."""
+    sampling_params: dict[str, Any]
+    """The sampling fields of the request."""
+    model: str | None = None
+    """As in the request."""
+    lora_adapter: str | None = None
+    """As in the request."""
+    cache_salt: str | None = None
+    """As in the request."""
+    priority: int
+    """As in the request."""
+    stream: bool
+    """As in the request."""
+
 
 DIALECT = Dialect(
     ProgramCompletionBody,

@@ -1,52 +1,44 @@
-"""`/v1/training`: updates, feedback, groups, control, status and events; `/debug/training` and `/debug/trajectories`.
+"""`/v1/training`: feedback, groups, control, status, history and events; `/debug/training`.
 
-A change runs to its end even if the client disconnects. If the server does not train, the status and debug routes still
-answer, and all others answer 409.
+A change runs to its end even if the client disconnects. If the server does not train, the status routes still answer,
+and all others answer 409.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from fastapi import Depends, Header, Path, Query
-from pydantic import TypeAdapter
-from starlette.requests import ClientDisconnect, Request
+from pydantic import Field, TypeAdapter, model_validator
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.core.json_values import fields_of
+from mlx_parallm.core.adapters import AdapterRef, AdapterText
+from mlx_parallm.core.json_values import Figure, JsonObject, fields_of
 from mlx_parallm.core.readers import Reader
-from mlx_parallm.core.trajectories import GivenTrajectory, GroupCard
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
-from mlx_parallm.rl.status import TrainingEvent, TrainingStatus, UpdateReport
+from mlx_parallm.core.trajectories import GroupCard
+from mlx_parallm.rl.status import TrainingEvent, TrainingHistory, TrainingStatus
 from mlx_parallm.server.access import Role
-from mlx_parallm.server.api.generation_fields import MAX_EPISODE_ID
-from mlx_parallm.server.api.training.objects import (
-    DebugAdapterTraining,
-    DebugTraining,
-    DebugTrajectories,
-    FeedbackObject,
-    TrainingObject,
-    status_object,
-    trajectory_object,
-)
-from mlx_parallm.server.api.training.schema import (
-    ControlBody,
-    FeedbackBody,
-    GivenTrajectoryBody,
-    TrainingRollbackBody,
-    UpdateBody,
+from mlx_parallm.server.api.bodies import MAX_EPISODE_ID
+from mlx_parallm.server.api.fields import (
+    INT32_MAX,
+    MAX_NAME,
+    Name,
+    WireInput,
+    WireOutput,
+    refused,
 )
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.errors import DrainingError, error_body
 from mlx_parallm.server.openapi import EVENTS
-from mlx_parallm.server.request import adapter_named_by, check_ids
+from mlx_parallm.server.request import adapter_named_by
 from mlx_parallm.server.request_log import record_of
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import CollectionDep, Lifecycle, Services, ServicesDep, TrainingDep
@@ -56,153 +48,140 @@ if TYPE_CHECKING:
     from mlx_parallm.extras.lessons.service import Lessons
     from mlx_parallm.rl.service import TrainingService
 
-
-def given_trajectories(bodies: Sequence[GivenTrajectoryBody], services: Services) -> list[GivenTrajectory]:
-    """What training gets of these bodies. Texts are encoded, so call it in a worker thread.
-
-    Raises:
-        InvalidRequestError: a token id is not in the vocabulary, or the number of logprobs or advantages is wrong.
-        ContextLengthError: a trajectory is longer than the context.
-        UnknownModelError: a `lora_version` is unknown.
-    """
-    return [_trajectory(body, services, f"trajectories[{number}]") for number, body in enumerate(bodies)]
-
-
-def _trajectory(body: GivenTrajectoryBody, services: Services, param: str) -> GivenTrajectory:
-    if body.token_ids is not None and body.mask is not None:
-        return _row(body, body.token_ids, body.mask, services, param)
-    card, encode = services.models.first.card, services.models.first.tokenizer.encode
-    prompt = body.prompt_token_ids or encode(body.prompt or "", True, card.context_length)
-    completion = body.completion_token_ids or body.tokens or encode(body.output or "", False, card.context_length)
-    check_ids(prompt, card.vocab_size, f"{param}.prompt_token_ids")
-    check_ids(completion, card.vocab_size, f"{param}.completion_token_ids")
-    advantages = _of_each_token(body.advantages, len(completion))
-    for name, values in (("logprobs", body.given_logprobs), ("advantages", advantages)):
-        if values and len(values) != len(completion):
-            raise InvalidRequestError(
-                f"{param}.{name}: there must be one for each of the {len(completion)} tokens of the completion; send "
-                f"`tokens` in place of `output`, or no {name}.",
-                param=f"{param}.{name}",
-            )
-    return _given(body, services, param, prompt, completion, body.given_logprobs, advantages)
-
-
-def _row(
-    body: GivenTrajectoryBody, ids: list[int], mask: list[bool], services: Services, param: str
-) -> GivenTrajectory:
-    """The tokens before the first sampled one are the prompt."""
-    check_ids(ids, services.models.first.card.vocab_size, f"{param}.token_ids")
-    start = mask.index(True)
-    advantages = _of_each_token(body.advantages, len(ids))
-    return _given(
-        body,
-        services,
-        param,
-        ids[:start],
-        ids[start:],
-        body.given_logprobs[start:],
-        advantages[start:],
-        () if all(mask[start:]) else tuple(mask[start:]),
-    )
-
-
-def _of_each_token(advantages: float | list[float] | None, tokens: int) -> list[float]:
-    if advantages is None:
-        return []
-    return advantages if isinstance(advantages, list) else [advantages] * tokens
-
-
-def _given(
-    body: GivenTrajectoryBody,
-    services: Services,
-    param: str,
-    prompt: Sequence[int],
-    completion: Sequence[int],
-    logprobs: Sequence[float],
-    advantages: Sequence[float],
-    mask: tuple[bool, ...] = (),
-) -> GivenTrajectory:
-    tokens, context = len(prompt) + len(completion), services.models.first.card.context_length
-    if tokens > context:
-        raise ContextLengthError(
-            f"This model's maximum context length is {context} tokens, and {param} has {tokens}. Leave it out.",
-            param=param,
-        )
-    return GivenTrajectory(
-        prompt_ids=tuple(prompt),
-        completion_ids=tuple(completion),
-        reward=body.reward,
-        group_id=body.group_id,
-        sampling_logprobs=tuple(logprobs),
-        temperature=body.temperature,
-        adapter=_version(body.lora_version, services, f"{param}.lora_version"),
-        mask=mask,
-        advantages=tuple(advantages),
-        episode_id=body.episode_id,
-    )
-
-
-def _version(selector: str | None, services: Services, param: str) -> AdapterRef | None:
-    if selector is None:
-        return None
-    return BASE_ADAPTER if services.is_base(selector) else services.find(selector, param).ref
-
-
-MAX_LISTED = 1000
-
 log = logging.getLogger(__name__)
 router = Router()
 
 
-# -- update ----------------------------------------------------------------------------------------
+class ControlBody(WireInput):
+    """The adapter to control."""
+
+    lora_adapter: str | None = None
+    """The adapter. By default, the default adapter."""
 
 
-@router.post(
-    "/v1/training/update",
-    role=Role.TRAIN,
-    audited=True,
-    examples={
-        "what waits": {},
-        "given": {
-            "trajectories": [
-                {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 4], "reward": 1, "group_id": "a"},
-                {"prompt_token_ids": [1, 2], "completion_token_ids": [5, 4], "reward": 0, "group_id": "a"},
-            ]
-        },
-        "rows of tokens": {
-            "trajectories": [
-                {"token_ids": [1, 2, 3, 4, 1, 5], "mask": [0, 0, 1, 1, 0, 1], "advantages": 0.5},
-                {"token_ids": [1, 2, 5, 4], "mask": [0, 0, 1, 1], "advantages": -0.5},
-            ]
-        },
-    },
-)
-async def update(
-    body: Annotated[UpdateBody, Depends(json_body(UpdateBody, required=False))],
-    request: Request,
-    services: ServicesDep,
-    training: TrainingDep,
-) -> UpdateReport:
-    """Makes one update now, with the complete groups or with the given trajectories, whose tokens count as those of a
-    prompt. When the answer comes, the update has ended, and a version that it published is live."""
-    given = None
-    with ExitStack() as charged:
-        if body.given is not None:
-            account = record_of(request.scope).account = services.accounts.of(services.key)
-            charged.enter_context(account.request())
-            encode = partial(given_trajectories, body.given, services)
-            given = await services.workers.run(request.state.body_bytes, encode)
-            account.add_prompt(sum(len(each.prompt_ids) + len(each.completion_ids) for each in given))
-        with adapter_named_by("lora_adapter", body.lora_adapter):
-            updating = training.update(
-                body.lora_adapter,
-                given,
-                body.update_inference,
-                body.checkpoint_name,
-                body.signal,
-                reader=services.key.reader,
-            )
-            return await services.lifecycle.run_to_end(updating)
+class TrainingRollbackBody(ControlBody):
+    """The version to go back to."""
+
+    to: str | None = None
+    """A checkpoint's name or tag. By default, the best version."""
+
+
+class FeedbackBody(WireInput):
+    """The reward of an answer, of an episode, of one turn of it, or of the tokens of one answer or turn."""
+
+    trajectory_id: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
+    """The id of an answer, from the response of the request that was collected. If the answer is a turn of an episode,
+    its reward adds to that of the episode."""
+    episode_id: Annotated[str, Field(min_length=1, max_length=MAX_EPISODE_ID)] | None = None
+    """An episode, in place of `trajectory_id`. Its reward ends it."""
+    group_id: Annotated[str, Field(min_length=1, max_length=MAX_EPISODE_ID)] | None = None
+    """The group of `episode_id`, if its requests named one."""
+    score: float | None = None
+    """The reward: any finite number."""
+    token_rewards: Annotated[list[float], Field(min_length=1, max_length=INT32_MAX)] | None = None
+    """In place of `score`, with `trajectory_id`: one reward for each token of the answer. Each counts for its token and
+    for those before it."""
+    user: Name | None = None
+    """With `trajectory_id` and `score`: whose opinion this is. The last one of each user counts, and the reward is the
+    mean over users. All that is sent without a `user` is the opinion of one."""
+
+    @model_validator(mode="after")
+    def _names_one(self) -> FeedbackBody:
+        if (self.trajectory_id is None) == (self.episode_id is None):
+            raise refused("send this or episode_id, and not both", "trajectory_id")
+        if (self.score is None) == (self.token_rewards is None):
+            raise refused("send this or token_rewards, and not both", "score")
+        if self.group_id is not None and self.episode_id is None:
+            raise refused("needs episode_id", "group_id")
+        if self.token_rewards is not None and self.trajectory_id is None:
+            raise refused("needs trajectory_id", "token_rewards")
+        if self.user is not None and (self.trajectory_id is None or self.score is None):
+            raise refused("needs trajectory_id and score", "user")
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingObject(TrainingStatus):
+    """The training of one adapter."""
+
+    training_enabled: bool
+    """Whether the server trains."""
+    current_lora: AdapterText | None
+    """The version with the largest share of the requests that name no adapter; it may be of another adapter. null: the
+    base model."""
+    loss: Figure | None
+    """Loss of the last update. This and the fields down to `staleness` are null if not known."""
+    reward_mean: Figure | None
+    """Mean reward of the last update."""
+    reward_std: Figure | None
+    """Standard deviation of the rewards of the last update."""
+    kl: Figure | None
+    """KL divergence from the base model in nats a token; estimated from a sample of the tokens, unless it is part of
+    the loss."""
+    entropy: Figure | None
+    """Entropy in nats a token."""
+    clip_fraction: Figure | None
+    """Share of tokens that were clipped, 0 to 1."""
+    ratio: Figure | None
+    """Mean importance ratio."""
+    staleness: Figure | None
+    """Mean number of versions between sampling and training."""
+
+
+class FeedbackObject(WireOutput):
+    """The reward that was set."""
+
+    status: Literal["success"]
+    trajectory_id: str | None = None
+    """The answer that was rewarded."""
+    episode_id: str | None = None
+    """The episode that was rewarded."""
+    score: float
+    """The score that was sent; of `token_rewards`, their sum."""
+    reward: float | None = None
+    """With `trajectory_id` and `score`: the reward of the answer now, the mean of the last scores of all people. Late
+    scores count as 1 or -1."""
+    people: int | None = None
+    """The number of people in that mean."""
+    late: bool = False
+    """The answer had been dropped, because it was too old or nobody had judged it. Its feedback is learnt from all the
+    same, in updates of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DebugAdapterTraining(TrainingObject):
+    """The training of one adapter, with details."""
+
+    detail: JsonObject
+    """The trainer's state, for people."""
+
+
+class DebugTraining(WireOutput):
+    """The training of all adapters, with details."""
+
+    training_enabled: bool
+    """Whether the server trains."""
+    adapters: list[DebugAdapterTraining]
+    """One for each trained adapter."""
+
+
+FIGURES = ("loss", "reward_mean", "reward_std", "kl", "entropy", "clip_fraction", "staleness")
+"""Metrics of the last update that are also fields of the status, under the same names."""
+
+
+def status_object(status: TrainingStatus, current: AdapterRef | None) -> TrainingObject:
+    """Makes the response object of a status.
+
+    `current` is the version that requests get if they name no adapter; None is the base model.
+    """
+    figures: dict[str, Any] = {name: status.metrics.get(name) for name in FIGURES}
+    return TrainingObject(
+        **fields_of(status),
+        **figures,
+        training_enabled=status.state != "disabled",
+        current_lora=current,
+        ratio=status.metrics.get("ratio_mean"),
+    )
 
 
 # -- feedback --------------------------------------------------------------------------------------
@@ -341,15 +320,6 @@ async def debug_training(services: ServicesDep) -> DebugTraining:
     return DebugTraining(training_enabled=bool(statuses), adapters=adapters)
 
 
-@router.get("/debug/trajectories", role=Role.ADMIN)
-async def debug_trajectories(
-    services: ServicesDep, limit: Annotated[int, Query(ge=1, le=MAX_LISTED, description="Maximum number.")] = 20
-) -> DebugTrajectories:
-    """The newest trajectories with their prompts and answers, newest first."""
-    newest = services.training.trajectories.buffer.newest(limit) if services.training else ()
-    return DebugTrajectories(object="list", data=[trajectory_object(*each) for each in newest])
-
-
 # -- events ----------------------------------------------------------------------------------------
 
 
@@ -410,3 +380,36 @@ class TrainingEventsResponse(Response):
                 log.exception("a stream of training events failed")
                 await stream.write(sent_event(error_body(error).json_text(), "error"))
             await stream.end()
+
+
+# -- history ---------------------------------------------------------------------------------------
+
+MAX_EVENTS, MAX_METRICS, MAX_METRIC = 2000, 64, 128
+
+Metrics = Annotated[
+    list[Annotated[str, Field(max_length=MAX_METRIC)]] | None,
+    Query(max_length=MAX_METRICS, description="A metric that is wanted; may be repeated. Default: all metrics."),
+]
+
+
+@router.get("/v1/training/history", role=Role.TRAIN)
+async def history(
+    services: ServicesDep,
+    training: TrainingDep,
+    lora_adapter: Annotated[str | None, Query(description="A trained adapter. Default: the default adapter.")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_EVENTS, description="Maximum number of events.")] = 500,
+    metric: Metrics = None,
+) -> TrainingHistory:
+    """What has happened in the training of an adapter since the run began, as the events that reported it. The stream
+    of events continues from there."""
+    with adapter_named_by("lora_adapter", lora_adapter):
+        history = training.history(lora_adapter, limit, reader=services.key.reader)
+    return replace(history, data=tuple(_with_metrics(event, metric) for event in history.data))
+
+
+def _with_metrics(event: TrainingEvent, wanted: Collection[str] | None) -> TrainingEvent:
+    """The event with those of its metrics that are wanted. None keeps all."""
+    if wanted is None or "metrics" not in event.data:
+        return event
+    kept = {name: value for name, value in event.data["metrics"].items() if name in wanted}
+    return replace(event, data={**event.data, "metrics": kept})

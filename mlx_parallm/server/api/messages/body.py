@@ -13,13 +13,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard
 
 from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, model_validator
 
-from mlx_parallm.server.api.chat.messages import MAX_MESSAGES, CallArguments, merged
-from mlx_parallm.server.api.chat.schema import ChatBody
-from mlx_parallm.server.api.chat.tools import MAX_TOOLS
+from mlx_parallm.server.api.bodies import Schema, SharedBody, Stops
+from mlx_parallm.server.api.chat import ChatBody
+from mlx_parallm.server.api.conversation import MAX_MESSAGES, CallArguments, merged
 from mlx_parallm.server.api.fields import INT32_MAX, IgnoredFields, Neutral, Validate, WireInput, read_nested, refused
-from mlx_parallm.server.api.generation_fields import SharedBody
-from mlx_parallm.server.api.grammar_fields import Schema
-from mlx_parallm.server.api.sampling_fields import Stops
+from mlx_parallm.server.api.tools import MAX_TOOLS
 
 ChatMessageFields = dict[str, Any]
 """The fields of a message, as chat's `Message` validates them."""

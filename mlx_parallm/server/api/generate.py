@@ -15,9 +15,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from fastapi import Depends
+from pydantic import Field, model_validator
 from starlette.responses import Response
 
 from mlx_parallm.core.requests import Event, TokenLogprob
@@ -32,19 +33,142 @@ from mlx_parallm.server.api.answer import (
     repetition_fields,
     whole_answer,
 )
+from mlx_parallm.server.api.bodies import (
+    NO_LIMIT,
+    UNSUPPORTED_OPTIONS,
+    CollectableBody,
+    Priority,
+    SamplingFields,
+    Seed,
+    TokenLimit,
+    TopLogprobs,
+)
 from mlx_parallm.server.api.completions import CompletionBody, ProgramCompletionBody, plan_completion
 from mlx_parallm.server.api.dialect import Dialect
-from mlx_parallm.server.api.fields import FinishReasonText, WireList, WireOutput
+from mlx_parallm.server.api.fields import (
+    INT32_MAX,
+    FinishReasonText,
+    Neutral,
+    NonEmptyTokenIds,
+    WireInput,
+    WireList,
+    WireOutput,
+    refused,
+)
 from mlx_parallm.server.api.logprobs import finite
-from mlx_parallm.server.api.sampling_fields import SamplingFields
+from mlx_parallm.server.api.tokens import WITHOUT_EFFECT
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import generating
-from mlx_parallm.server.protocols.generate.schema import GenerateBody
 from mlx_parallm.server.request import RequestContext
 from mlx_parallm.server.request_log import new_request_id
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import ServicesDep
+
+PROMPT_FIELDS = ("prompt", "input_ids", "prompts")
+"""The fields that have a body's prompts in the forms of vLLM, SGLang and TRL."""
+
+
+class TokensPrompt(WireInput):
+    """A prompt in vLLM's form."""
+
+    NEUTRAL: ClassVar[Neutral] = {"multi_modal_data": (), "prompt_embeds": ()}
+
+    prompt_token_ids: NonEmptyTokenIds
+    """Its token ids."""
+
+
+class SGLangSampling(SamplingFields):
+    """SGLang's sampling parameters."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"custom_params", "stream_interval"})
+    NEUTRAL: ClassVar[Neutral] = {
+        **UNSUPPORTED_OPTIONS,
+        "ebnf": (),
+        "no_stop_trim": (False,),
+        "regex": (),
+        "stop_regex": (),
+        "structural_tag": (),
+    }
+
+    max_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    """Maximum number of tokens to generate: by default 128, or fewer if fewer fit."""
+    min_new_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    """Number of tokens before the answer may end by itself."""
+    sampling_seed: Seed | None = None
+    """SGLang's name for `seed`."""
+
+
+class GenerateBody(CollectableBody, SamplingFields):
+    """Prompts in the form of vLLM (`prompt`), SGLang (`input_ids`) or TRL (`prompts`), and how to continue them.
+    SGLang's sampling parameters are in `sampling_params`, those of the others beside the prompts."""
+
+    IGNORED: ClassVar[frozenset[str]] = WITHOUT_EFFECT | {
+        "log_metrics",
+        "return_hidden_states",
+        "rid",
+        "session_params",
+    }
+    NEUTRAL: ClassVar[Neutral] = {
+        **UNSUPPORTED_OPTIONS,
+        "audio_data": (),
+        "generation_kwargs": ({},),
+        "image_data": (),
+        "images": (),
+        "input_embeds": (),
+        "logprob_start_len": (-1,),
+        "return_text_in_logprobs": (False,),
+        "stream": (False,),
+        "text": (),
+        "token_ids_logprob": (),
+        "top_logprobs_num": (0,),
+        "video_data": (),
+    }
+    NULL_VALUES: ClassVar[Mapping[str, object]] = {"max_tokens": NO_LIMIT}
+
+    prompt: TokensPrompt | None = None
+    """vLLM: one prompt."""
+    prompts: Annotated[list[str], Field(min_length=1)] | None = None
+    """TRL: texts, each of which gets `n` answers."""
+    input_ids: NonEmptyTokenIds | None = None
+    """SGLang: the token ids of one prompt."""
+    sampling_params: SGLangSampling = SGLangSampling()
+    """SGLang: how to continue the prompt."""
+    max_tokens: TokenLimit | None = None
+    """vLLM and TRL: maximum number of tokens to generate, by default 16; null and -1 mean as many as the context has
+    room for."""
+    logprobs: TopLogprobs | None = None
+    """vLLM: return the logprobs of the generated tokens and, at each position, of this many most likely tokens."""
+    priority: Priority = 0
+    """Requests with lower values run earlier."""
+    return_logprob: bool = False
+    """SGLang: return the logprobs of the generated tokens."""
+
+    @property
+    def form(self) -> str:
+        """The field that has the prompts."""
+        return next(name for name in PROMPT_FIELDS if getattr(self, name) is not None)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        given = [name for name in PROMPT_FIELDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise refused(f"send one of {', '.join(PROMPT_FIELDS)}", given[1] if given else "prompt")
+        if self.prompt is None and {self.prompt_logprobs, self.sampling_params.prompt_logprobs} != {None}:
+            raise refused("only with prompt", "prompt_logprobs")
+        if given == ["input_ids"]:
+            names = (*SamplingFields.model_fields, "max_tokens", "logprobs")
+            if outside := next((name for name in names if name in self.model_fields_set), None):
+                raise refused("belongs into sampling_params with input_ids", outside)
+        elif "sampling_params" in self.model_fields_set:
+            raise refused(f"only with input_ids; with {given[0]}, its fields are beside it", "sampling_params")
+        return self
+
+    def prompts_of(self) -> list[Any]:
+        """The prompts as `/v1/completions` takes them: texts, or lists of token ids."""
+        if self.prompt is not None:
+            return [self.prompt.prompt_token_ids]
+        return self.prompts or [self.input_ids]
 
 
 @dataclass(kw_only=True, eq=False)
