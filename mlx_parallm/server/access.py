@@ -256,10 +256,24 @@ def new_key(name: str, role: Role, **limits: Any) -> tuple[NamedKey, str]:
 
 # -- the ring --------------------------------------------------------------------------------------
 
+MOST_WRONG, WITHIN_S = 10, 60.0
+"""How many different wrong keys one address may send within so many seconds. A program that keeps sending an old key
+makes nobody wait."""
+UNGUESSABLE = 24
+"""Keys of at least so many characters, such as those that `keys add` makes, never wait."""
+MAX_ADDRESSES, MAX_KNOWN = 1000, 10_000
+
 
 class KeyRing:
     """The keys that a server accepts now. The file is read again when it has changed, so that a new key works, and a
-    removed one does not, from the next request on. Used on the event loop's thread only.
+    removed one does not, from the next request on. Who sends too many wrong keys has to wait, so that a short one
+    cannot be guessed. Used on the event loop's thread only.
+
+    Invariant: it remembers wrong keys of at most `MAX_ADDRESSES` addresses and at most `MAX_KNOWN` right ones; the
+    oldest are forgotten.
+
+    Attributes:
+        required: whether requests need a key.
 
     Args:
         api_key: the one key of a server without a file, or one more. It is an admin key.
@@ -271,20 +285,24 @@ class KeyRing:
         ConfigError: the file cannot be read.
     """
 
-    def __init__(self, api_key: str | None = None, file: Path | None = None, cluster_token: str | None = None) -> None:
+    def __init__(
+        self,
+        api_key: str | None = None,
+        file: Path | None = None,
+        cluster_token: str | None = None,
+        clock: Callable[[], float] = seconds_with_sleep,
+    ) -> None:
         own = ((API_KEY, Role.ADMIN, api_key), (CLUSTER_TOKEN, Role.TRAIN, cluster_token))
         self._own = tuple(
             NamedKey(name=name, role=role, sha256=digest(secret.encode())) for name, role, secret in own if secret
         )
-        self._required = api_key is not None or file is not None
+        self.required = api_key is not None or file is not None
         self._file = file
         self._version = None if file is None else _version_of(file)
         self._keys = self._own if file is None else (*self._own, *read_keys(file))
-
-    @property
-    def required(self) -> bool:
-        """Whether requests need a key."""
-        return self._required
+        self._clock = clock
+        self._wrong: OrderedDict[str, dict[str, float]] = OrderedDict()  # when an address sent each, by its digest
+        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()  # right keys of addresses, by their digests
 
     @property
     def keys(self) -> tuple[NamedKey, ...]:
@@ -292,9 +310,33 @@ class KeyRing:
         self._read_if_changed()
         return self._keys
 
-    def find(self, secret: bytes) -> NamedKey | None:
-        """The key that a client has sent; None if it is none of them."""
-        return self.of_digest(digest(secret))
+    def find(self, secret: bytes, address: str = "") -> NamedKey | None:
+        """The key that a client has sent from this address; None if it is none of them.
+
+        Raises:
+            OverloadedError: the address has sent too many wrong keys, and has not sent this one before.
+        """
+        sha256 = digest(secret)
+        key, wrong = self.of_digest(sha256), self._recent(address)
+        safe = key is not None and (len(secret) >= UNGUESSABLE or (address, sha256) in self._known)
+        if len(wrong) >= MOST_WRONG and sha256 not in wrong and not safe:
+            wait_s = math.ceil(min(wrong.values()) + WITHIN_S - self._clock())
+            raise OverloadedError(f"Too many wrong keys; try again in {wait_s} s.", wait_s)
+        if key is None:
+            self._wrong[address] = {**wrong, sha256: self._clock()}
+            self._wrong.move_to_end(address)
+        else:
+            self._known[address, sha256] = None
+            self._known.move_to_end((address, sha256))
+        if len(self._wrong) > MAX_ADDRESSES:
+            self._wrong.popitem(last=False)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        return key
+
+    def _recent(self, address: str) -> dict[str, float]:
+        since = self._clock() - WITHIN_S
+        return {sha256: at for sha256, at in self._wrong.get(address, {}).items() if at > since}
 
     def of_digest(self, sha256: str) -> NamedKey | None:
         """The key with this SHA-256. It is compared with every key, each in constant time, so that the time tells
@@ -324,59 +366,6 @@ def _version_of(file: Path) -> tuple[int, int, int] | None:
     except OSError:  # a missing file is reported when it is read
         return None
     return (found.st_mtime_ns, found.st_size, found.st_ino)
-
-
-# -- wrong keys ------------------------------------------------------------------------------------
-
-MOST_WRONG, WITHIN_S = 10, 60.0
-"""How many different wrong keys one address may send within so many seconds. A program that keeps sending an old key
-makes nobody wait."""
-UNGUESSABLE = 24
-"""Keys of at least so many characters, such as those that `keys add` makes, never wait."""
-MAX_ADDRESSES, MAX_KNOWN = 1000, 10_000
-
-
-class Attempts:
-    """Finds the key that a client sends. Who sends too many wrong keys has to wait, so that a short one cannot be
-    guessed. Used on the event loop's thread only.
-
-    Invariant: wrong keys of at most `MAX_ADDRESSES` addresses and at most `MAX_KNOWN` right ones; the oldest are
-    forgotten.
-    """
-
-    def __init__(self, ring: KeyRing, clock: Callable[[], float] = seconds_with_sleep) -> None:
-        self.ring = ring
-        self._clock = clock
-        self._wrong: OrderedDict[str, dict[str, float]] = OrderedDict()  # when each was sent, by its digest
-        self._known: OrderedDict[tuple[str, str], None] = OrderedDict()  # right keys of addresses, by their digests
-
-    def find(self, address: str, secret: bytes) -> NamedKey | None:
-        """The key with this secret; None if there is none.
-
-        Raises:
-            OverloadedError: the address has sent too many wrong keys, and has not sent this one before.
-        """
-        sha256 = digest(secret)
-        key, wrong = self.ring.of_digest(sha256), self._recent(address)
-        safe = key is not None and (len(secret) >= UNGUESSABLE or (address, sha256) in self._known)
-        if len(wrong) >= MOST_WRONG and sha256 not in wrong and not safe:
-            wait_s = math.ceil(min(wrong.values()) + WITHIN_S - self._clock())
-            raise OverloadedError(f"Too many wrong keys; try again in {wait_s} s.", wait_s)
-        if key is None:
-            self._wrong[address] = {**wrong, sha256: self._clock()}
-            self._wrong.move_to_end(address)
-        else:
-            self._known[address, sha256] = None
-            self._known.move_to_end((address, sha256))
-        if len(self._wrong) > MAX_ADDRESSES:
-            self._wrong.popitem(last=False)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
-        return key
-
-    def _recent(self, address: str) -> dict[str, float]:
-        since = self._clock() - WITHIN_S
-        return {sha256: at for sha256, at in self._wrong.get(address, {}).items() if at > since}
 
 
 # -- sessions --------------------------------------------------------------------------------------

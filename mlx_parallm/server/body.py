@@ -62,9 +62,7 @@ def json_body(
         ignored = record_of(request.scope).ignored if ignores else None
         given = _fields_of_headers(model, request)
         most = services.config.max_body_bytes
-        return await read_body(
-            request, services, lambda raw: parse_large(model, raw, most, ignored, given), media_types
-        )
+        return await read_body(request, services, lambda raw: parse_body(model, raw, most, ignored, given), media_types)
 
     parsed.body = BodyModel(model, required)  # type: ignore[attr-defined]
     return parsed
@@ -192,26 +190,43 @@ def _fields_of_headers(model: type[BaseModel], request: Request) -> dict[str, ob
     return {"collect_trajectory": True, **given} if given else {}
 
 
-def parse_large(
+def parse_body(
     model: type[M],
     raw: bytes,
     max_body_bytes: int,
     ignored: IgnoredFields | None = None,
     given: Mapping[str, object] = MappingProxyType({}),
 ) -> M:
-    """`parse_body` for a body of any length. If it is large, call it in a worker thread. The JSON parser holds the
-    interpreter lock until it has parsed the whole body, so a body with too many values would stop all other threads.
-    Therefore the values are counted first.
+    """Parses `raw` and validates it as `model`. If it is large, call it in a worker thread.
+
+    The JSON parser holds the interpreter lock until it has parsed the whole body, so a body with too many values would
+    stop all other threads. Therefore the values are counted first.
+
+    Args:
+        ignored: collects the unknown fields. They are refused if it is None, or if the body has `collect_trajectory`,
+            so that a mistyped field does not pass unnoticed. They are not if only headers mark the request for
+            collection, because such a client sends what it always does.
+        given: fields that the request's headers give, for those that the body does not have.
 
     Raises:
         BodyTooLargeError: the body has more than `max_body_bytes // BYTES_PER_VALUE` JSON values.
+        InvalidRequestError: the body is not a JSON object, or a field is wrong; `param` names the field.
     """
     most = max_body_bytes // BYTES_PER_VALUE
     if len(raw) > most and count_values(raw, most) > most:
         raise BodyTooLargeError(
             f"The body has more than {most} JSON values (numbers, texts, lists and objects). Send less in one request."
         )
-    return parse_body(model, raw, ignored, given)
+    value = _from_json(raw)  # NaN and Infinity pass, so that the error about a field names it
+    if isinstance(value, list) and (name := getattr(model, "LIST", "")):
+        value = {name: value}
+    if not isinstance(value, dict):
+        raise InvalidRequestError("The body must be a JSON object.")
+    context = None if value.get("collect_trajectory") else ignored
+    checked = validated(model, {**given, **value}, context)
+    if b"NaN" in raw or b"Infinity" in raw:  # in a text or, which is refused, in a field that is ignored
+        _from_json(raw, allow_inf_nan=False)
+    return checked
 
 
 def count_values(raw: bytes, enough: int) -> int:
@@ -223,33 +238,6 @@ def count_values(raw: bytes, enough: int) -> int:
         return texts
     structure = b"".join(bare.split(b'"')[::2])
     return structure.count(b",") + structure.count(b"[") + structure.count(b"{")
-
-
-def parse_body(
-    model: type[M],
-    raw: bytes,
-    ignored: IgnoredFields | None = None,
-    given: Mapping[str, object] = MappingProxyType({}),
-) -> M:
-    """Parses `raw` and validates it as `model`. `ignored` collects the unknown fields. They are refused if it is None,
-    or if the body has `collect_trajectory`, so that a mistyped field does not pass unnoticed. They are not if only
-    headers mark the request for collection, because such a client sends what it always does.
-
-    `given`: fields that the request's headers give, for those that the body does not have.
-
-    Raises:
-        InvalidRequestError: the body is not a JSON object, or a field is wrong; `param` names the field.
-    """
-    value = _from_json(raw)  # NaN and Infinity pass, so that the error about a field names it
-    if isinstance(value, list) and (name := getattr(model, "LIST", "")):
-        value = {name: value}
-    if not isinstance(value, dict):
-        raise InvalidRequestError("The body must be a JSON object.")
-    context = None if value.get("collect_trajectory") else ignored
-    checked = validated(model, {**given, **value}, context)
-    if b"NaN" in raw or b"Infinity" in raw:  # in a text or, which is refused, in a field that is ignored
-        _from_json(raw, allow_inf_nan=False)
-    return checked
 
 
 def _from_json(raw: bytes, allow_inf_nan: bool = True) -> object:

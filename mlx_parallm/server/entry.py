@@ -41,7 +41,7 @@ from mlx_parallm.server.access import (
     PAGES,
     UNDECLARED,
     Access,
-    Attempts,
+    KeyRing,
     NamedKey,
     Role,
     Sessions,
@@ -89,9 +89,7 @@ def add_middlewares(app: FastAPI, services: Services, traces: Traces | None = No
     `traces`: None if requests are not traced."""
     config = services.config
     audit = None if config.audit_log is None else AuditLog(config.audit_log)
-    app.add_middleware(
-        Guard, attempts=services.attempts, sessions=services.sessions, routes=app.router.routes, audit=audit
-    )
+    app.add_middleware(Guard, ring=services.ring, sessions=services.sessions, routes=app.router.routes, audit=audit)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -247,13 +245,13 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        attempts: Attempts,
+        ring: KeyRing,
         sessions: Sessions,
         routes: Sequence[BaseRoute],
         audit: AuditLog | None = None,
     ) -> None:
         self._app = app
-        self._attempts = attempts
+        self._ring = ring
         self._sessions = sessions
         self._routes = routes
         self._audit = audit
@@ -300,10 +298,10 @@ class Guard:
             self._changes -= Counter((client,))
 
     def _key_of(self, scope: Scope, sent: set[bytes]) -> NamedKey | None:
-        if not self._attempts.ring.required:
+        if not self._ring.required:
             return ANYONE
         if sent:
-            return self._attempts.find(address_of(scope), *sent) if len(sent) == 1 else None
+            return self._ring.find(next(iter(sent)), address_of(scope)) if len(sent) == 1 else None
         headers = Headers(scope=scope)
         return self._sessions.key_of(headers) if from_own_page(scope, headers) else None
 

@@ -28,7 +28,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.rl.status import TrainingStatus
-from mlx_parallm.server.access import ANYONE, Attempts, KeyRing, NamedKey, Role, Sessions
+from mlx_parallm.server.access import ANYONE, KeyRing, NamedKey, Role, Sessions
 from mlx_parallm.server.api.histories import EpisodeHistories
 from mlx_parallm.server.api.responses.store import ResponseStore
 from mlx_parallm.server.backend import Backend
@@ -137,8 +137,8 @@ class Services(Backend):
     sleep: SleepSwitch
     metrics: ServerMetrics
     workers: Workers
+    ring: KeyRing
     accounts: Accounts
-    attempts: Attempts
     sessions: Sessions
     key: NamedKey = ANYONE
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
@@ -161,8 +161,8 @@ class Services(Backend):
             sleep=SleepSwitch(backend.engine, gate),
             metrics=ServerMetrics(backend, gate, accounts),
             workers=Workers(config.body_timeout, config.max_body_bytes),
+            ring=ring,
             accounts=accounts,
-            attempts=Attempts(ring),
             sessions=Sessions(ring),
         )
 

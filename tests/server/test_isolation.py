@@ -34,14 +34,14 @@ def from_address(app, address):
 
 @pytest.fixture
 def parsing_threads(monkeypatch):
-    """Which threads have parsed a body."""
-    threads, parse = [], bodies.parse_body
+    """Which threads have parsed the JSON of a body."""
+    threads, parse = [], bodies.from_json
 
-    def recorded(*arguments):
+    def recorded(*raw, **options):
         threads.append(threading.current_thread())
-        return parse(*arguments)
+        return parse(*raw, **options)
 
-    monkeypatch.setattr(bodies, "parse_body", recorded)
+    monkeypatch.setattr(bodies, "from_json", recorded)
     return threads
 
 

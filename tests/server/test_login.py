@@ -9,7 +9,6 @@ from mlx_parallm.server.access import (
     COOKIE,
     LIFETIME_S,
     MAX_SESSIONS,
-    Attempts,
     KeyRing,
     Sessions,
     read_keys,
@@ -144,17 +143,17 @@ async def test_a_program_that_keeps_sending_an_old_key_makes_nobody_wait(make_cl
 
 def test_attempts_are_forgotten_after_a_minute_and_bounded():
     now = [0.0]
-    attempts = Attempts(KeyRing("short"), lambda: now[0])
+    ring = KeyRing("short", clock=lambda: now[0])
     for number in range(10):
-        assert attempts.find("a", b"%d" % number) is None
+        assert ring.find(b"%d" % number, "a") is None
     with pytest.raises(OverloadedError):
-        attempts.find("a", b"short")
-    assert attempts.find("b", b"short") is not None
+        ring.find(b"short", "a")
+    assert ring.find(b"short", "b") is not None
     now[0] = 61.0
-    assert attempts.find("a", b"short") is not None
+    assert ring.find(b"short", "a") is not None
     for number in range(3000):
-        attempts.find(f"10.0.{number // 256}.{number % 256}", b"wrong")
-    assert len(attempts._wrong) <= 1000
+        ring.find(b"wrong", f"10.0.{number // 256}.{number % 256}")
+    assert len(ring._wrong) <= 1000
 
 
 async def test_next_is_a_page_of_this_server(keyed):

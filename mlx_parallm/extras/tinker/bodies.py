@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from mlx_parallm.extras.tinker.dependencies import TinkerDep
 from mlx_parallm.extras.tinker.protobuf import MEDIA_TYPE, LossRequest, loss_request
-from mlx_parallm.server.body import parse_large, read_body
+from mlx_parallm.server.body import parse_body, read_body
 from mlx_parallm.server.request_log import record_of
 from mlx_parallm.server.services import Services, ServicesDep
 
@@ -44,7 +44,7 @@ async def read_json(model: type[M], request: Request, services: Services) -> Rea
     limit = services.config.max_body_bytes
 
     def parse(raw: bytes) -> Read[M]:
-        return Read(parse_large(model, raw or b"{}", limit, ignored), hashlib.sha256(raw).digest(), len(raw))
+        return Read(parse_body(model, raw or b"{}", limit, ignored), hashlib.sha256(raw).digest(), len(raw))
 
     return await read_body(request, services, parse)
 

@@ -45,7 +45,7 @@ async def log_in(request: Request, services: ServicesDep) -> Response:
     form = await _form(request)
     page, secret = form.get("next", [FIRST_PAGE])[0], form.get("key", [""])[0].strip().encode()
     try:
-        key = services.attempts.find(address_of(request.scope), secret)
+        key = services.ring.find(secret, address_of(request.scope))
     except OverloadedError as error:
         return _page(page, str(error), 429, {"retry-after": str(error.retry_after_s)})
     if key is None:
