@@ -35,7 +35,7 @@ import family_checks as checks  # noqa: E402
 from harness import make_harness  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
 
-from mlx_parallm.cli.table import table  # noqa: E402
+from mlx_parallm.cli.show import table  # noqa: E402
 from mlx_parallm.core.requests import SamplingParams  # noqa: E402
 from mlx_parallm.engine.model_check import check_built  # noqa: E402
 from mlx_parallm.engine.startup import Prover  # noqa: E402

@@ -10,7 +10,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any, get_args
 
-from mlx_parallm.cli.parser import Parser
+from mlx_parallm.cli.parser import Argument, Command, Parser, argument, group
 from mlx_parallm.config import KEYS, SECTIONS, Key, Program, Setting
 from mlx_parallm.errors import ConfigError
 
@@ -22,36 +22,41 @@ _WORDS = {"null": "not set", "[]": "none", "true": "on", "false": "off"}
 """Values of YAML in words, for the help."""
 _BASE, _OTHER_BASES = "model.base_model_path", "model.other_base_models"
 _RESUME, _FOLDER = "checkpointing.resume", "checkpointing.checkpoint_dir"
-_PRECEDENCE = (
-    "A flag takes precedence over its environment variable (in brackets), the variable over the file given with "
-    "--config, and the file over the default."
+_SOURCES = group(
+    "settings",
+    argument("--config", type=Path, metavar="FILE", help="A yaml file such as server_config.yaml."),
+    argument(
+        "--print-config", action="store_true", help="Print the resolved configuration with secrets masked, and exit."
+    ),
+    description="A flag takes precedence over its environment variable (in brackets), the variable over the file given "
+    "with --config, and the file over the default.",
 )
 
 
-def add_flags(parser: Parser, program: Program) -> None:
-    """Adds --config, --print-config, --help-all and the flag of every setting that `program` obeys. The others are
-    refused by name."""
-    parser.usage = "%(prog)s [flags]"  # argparse would list all of them
-    parser.epilog = "--help-all shows all settings."
-    parser.formatter_class = _BriefHelp
-    parser.add_argument("--help-all", action=_HelpAll, help="show all settings and exit")
-    sources = parser.add_argument_group("settings", _PRECEDENCE)
-    sources.add_argument("--config", type=Path, metavar="FILE", help="A yaml file such as server_config.yaml.")
-    sources.add_argument(
-        "--print-config", action="store_true", help="Print the resolved configuration with secrets masked, and exit."
-    )
-    for title, section in SECTIONS.items():
-        keys = [key for key in KEYS.values() if key.section is section and key.flag.only in (None, program)]
-        if keys:
-            _add_flags(parser.add_argument_group(title, section.__doc__), keys, program)
-    parser.refused = {
-        name: only for key in KEYS.values() for name, only in key.flags.items() if only not in (None, program)
-    }
+def flags_of(program: Program) -> Command:
+    """The arguments --config, --print-config, --help-all, and the flag of every setting that `program` obeys. The
+    others are refused by name."""
+
+    def add(parser: Parser) -> None:
+        parser.usage = "%(prog)s [flags]"  # argparse would list all of them
+        parser.epilog = "--help-all shows all settings."
+        parser.formatter_class = _BriefHelp
+        parser.add_argument("--help-all", action=_HelpAll, help="show all settings and exit")
+        _SOURCES(parser)
+        for title, section in SECTIONS.items():
+            keys = [key for key in KEYS.values() if key.section is section and key.flag.only in (None, program)]
+            if keys:
+                _add_flags(parser.add_argument_group(title, section.__doc__), keys, program)
+        parser.refused = {
+            name: only for key in KEYS.values() for name, only in key.flags.items() if only not in (None, program)
+        }
+
+    return add
 
 
-def add_chosen_flags(group: argparse._ActionsContainer, paths: Iterable[str]) -> None:
-    """Adds the flags of these keys, to a parser or to a group of one."""
-    _add_flags(group, [KEYS[path] for path in paths])
+def flags_of_keys(*paths: str) -> Argument:
+    """The flags of these keys, for a parser or a group of one."""
+    return lambda parser: _add_flags(parser, [KEYS[path] for path in paths])
 
 
 def _add_flags(group: argparse._ActionsContainer, keys: Iterable[Key], program: Program | None = None) -> None:

@@ -1,143 +1,122 @@
-"""The commands about this machine: version, doctor, list, pull, and tokenizer save."""
+"""The commands about this machine: version, and doctor with its self-test."""
 
 from __future__ import annotations
 
+import json
 import platform
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlx_parallm import __version__
-from mlx_parallm.cli import self_test
-from mlx_parallm.cli.parser import Parser, subcommands
-from mlx_parallm.cli.table import add_json_argument, show, table
+from mlx_parallm.cli.parser import argument, takes
+from mlx_parallm.cli.show import JSON, show, table
 from mlx_parallm.config import human_bytes
-from mlx_parallm.errors import ModelNotFoundError
+from mlx_parallm.errors import ConfigError, StorageError
 
-_MODEL_COLUMNS = ("model", "size", "where")
+if TYPE_CHECKING:
+    from mlx_parallm.selftest.check import CheckResult
+    from mlx_parallm.selftest.report import SelfTestReport
+    from mlx_parallm.selftest.timings import Timing
 
-
-def add_version(parser: Parser) -> None:
-    """Adds the arguments of `version`."""
-    _add(parser, version)
-
-
-def add_doctor(parser: Parser) -> None:
-    """Adds the arguments of `doctor`."""
-    _add(parser, doctor)
-    self_test.add_arguments(parser)
+_REPORT = Path("mlx_parallm-self-test.json")
 
 
-def add_list(parser: Parser) -> None:
-    """Adds the arguments of `list`."""
-    _add(parser, list_models)
-
-
-def add_pull(parser: Parser) -> None:
-    """Adds the arguments of `pull`."""
-    parser.add_argument("model", metavar="HUB_ID", help="The model, such as mlx-community/Qwen3-4B-4bit.")
-    _add(parser, pull)
-
-
-def add_tokenizer(parser: Parser) -> None:
-    """Adds the commands of `tokenizer`."""
-    subcommands(parser)("save", "Write a folder that Transformers reads without a network.", _add_saving)
-
-
-def _add_saving(parser: Parser) -> None:
-    parser.add_argument("output", type=Path, metavar="DIR", help="The folder to write. It must not exist.")
-    parser.add_argument("--model-path", metavar="DIR_OR_HUB_ID", help="The model. Default: the bundled one.")
-    parser.add_argument("--trust-remote-code", action="store_true", help="Run Python code that comes with the model.")
-    parser.set_defaults(run=save_tokenizer)
-
-
-def _add(parser: Parser, run: Callable[[Namespace], int]) -> None:
-    add_json_argument(parser)
-    parser.set_defaults(run=run)
-
-
+@takes(JSON)
 def version(args: Namespace) -> int:
     """Prints the versions of this package, MLX, mlx-lm and Python."""
     packages = {"mlx_parallm": __version__} | {name: metadata.version(name) for name in ("mlx", "mlx-lm")}
     system = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
     lines = [f"{name} {number}" for name, number in packages.items()]
-    return show(
-        args, packages | system, lambda: "\n".join([*lines, f"python {system['python']} on {system['platform']}"])
-    )
+    return show(args, packages | system, "\n".join([*lines, f"python {system['python']} on {system['platform']}"]))
 
 
+@takes(
+    JSON,
+    argument(
+        "--self-test",
+        action="store_true",
+        help="Compare every path of the engine with a plain forward pass of mlx-lm on this machine, in some minutes.",
+    ),
+    argument(
+        "--model-path",
+        metavar="DIR_OR_HUB_ID",
+        help="With --self-test: the model to test, in place of the bundled one.",
+    ),
+    argument(
+        "--only-tiny", action="store_true", help="With --self-test: test tiny random models only, which takes seconds."
+    ),
+    argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help=f"With --self-test: the report to write, which can be attached to an issue. Default: {_REPORT}.",
+    ),
+)
 def doctor(args: Namespace) -> int:
     """Prints a report about this machine. Warnings are part of the report and do not change the exit status; a check of
     the self-test that fails does."""
-    self_test.check_arguments(args)
     if args.self_test:
-        return self_test.self_test(args)
+        return _self_test(args)
+    for flag, value in (("--model-path", args.model_path), ("--only-tiny", args.only_tiny), ("--report", args.report)):
+        if value:
+            raise ConfigError(f"{flag} belongs to --self-test: add that, or leave {flag} out")
     from mlx_parallm.cli.doctor import report
 
     found = report()
-    return show(args, {**found.facts, "warnings": list(found.warnings)}, lambda: found.text)
+    return show(args, {**found.facts, "warnings": list(found.warnings)}, found.text)
 
 
-# -- models --------------------------------------------------------------------------------------
-
-
-def list_models(args: Namespace) -> int:
-    """Prints the bundled model and those in the Hugging Face cache, with their sizes on disk."""
-    models = [*_bundled_model(), *_cached_models()]
-    data = [{"model": name, "bytes": size, "where": where} for name, size, where in models]
-    return show(args, data, lambda: _models_text(models))
-
-
-def _models_text(models: list[tuple[str, int, str]]) -> str:
-    if not models:
-        return "no models on this machine; `mlx_parallm pull` downloads one"
-    return table([_MODEL_COLUMNS, *((name, human_bytes(size), where) for name, size, where in models)])
-
-
-def _bundled_model() -> list[tuple[str, int, str]]:
-    from mlx_parallm.model.bundled import BUNDLED_NAME, bundled_path
-
-    try:
-        size = bundled_path().stat().st_size
-    except ModelNotFoundError:  # its package is not installed; the other models are still listed
-        return []
-    return [(BUNDLED_NAME, size, "bundled: served when no --model-path is given")]
-
-
-def _cached_models() -> list[tuple[str, int, str]]:
-    from huggingface_hub import CacheNotFound, scan_cache_dir
-
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:  # nothing was ever downloaded
-        return []
-    models = sorted((repo for repo in repositories if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
-    return [(repo.repo_id, repo.size_on_disk, str(repo.repo_path)) for repo in models]
-
-
-def pull(args: Namespace) -> int:
-    """Downloads a model's files that are not in the cache. Loads nothing.
+def _self_test(args: Namespace) -> int:
+    """Runs the self-test, and writes its report. The exit status is 0 if all checks passed, else 1.
 
     Raises:
-        ModelNotFoundError: there is no such model, or the hub cannot be reached.
+        ModelError, ConfigError: the model cannot be loaded, or cannot be trained.
+        StorageError: the report cannot be written.
     """
-    from mlx_parallm.model.loading import find_model
+    from mlx_parallm.selftest.run import run
 
-    folder = find_model(args.model)
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    serve = f"serve it with `mlx_parallm serve --model-path {args.model}`"
-    data = {"model": args.model, "bytes": size, "where": str(folder)}
-    return show(args, data, lambda: f"{args.model}: {human_bytes(size)} in {folder}; {serve}")
+    file = args.report or _REPORT
+    report = run(args.model_path, args.only_tiny, show_nothing if args.json else show_result)
+    data = report.as_json()
+    try:
+        file.write_text(json.dumps(data, indent=2) + "\n")
+    except OSError as error:
+        raise StorageError(f"--report: {file} cannot be written: {error.strerror}") from error
+    show(args, data, "\n".join(_ending(report, file)))
+    return 0 if report.passed else 1
 
 
-# -- the tokenizer -------------------------------------------------------------------------------
+def show_nothing(*_: object) -> None:
+    """With --json, only the report is printed."""
 
 
-def save_tokenizer(args: Namespace) -> int:
-    """Writes the tokenizer of a model into a folder of its own."""
-    from mlx_parallm.model.loading import save_tokenizer as save
+def show_result(model: str, result: CheckResult) -> None:
+    """One line for a check that passed, and below one that failed what was compared and what to do."""
+    outcome = result.outcome
+    figures = "" if outcome is None else f"{outcome.difference:.1e}, limit {outcome.limit.value:.1e}"
+    mark = "ok" if result.passed else "FAILED"
+    print(f"{mark:<7} {model:<22} {result.check.name:<24} {figures}".rstrip(), flush=True)
+    if not result.passed:
+        limit = "" if outcome is None else f" Limit: {outcome.limit.source}."
+        print(f"        {result.problem}. Compared: {result.check.compared}.{limit}\n        {result.check.advice}")
 
-    save(args.model_path, args.output, trust_remote_code=args.trust_remote_code)
-    print(f"wrote {args.output}; read it with transformers.AutoTokenizer.from_pretrained({str(args.output)!r})")
-    return 0
+
+def _ending(report: SelfTestReport, file: Path) -> Iterator[str]:
+    """The timings, the verdict, and where the report is."""
+    for model in report.models:
+        if model.timings:
+            yield f"\ntimes of {model.name} ({model.served_as}) on {report.machine['device']}"
+            yield table([_cells(timing) for timing in model.timings])
+    results = [result for model in report.models for result in model.results]
+    failed = sum(not result.passed for result in results)
+    yield f"\n{failed} of {len(results)} checks failed" if failed else f"\nall {len(results)} checks passed"
+    yield f"the report is in {file}; it has no paths and no names of yours, so you can attach it to an issue"
+
+
+def _cells(timing: Timing) -> tuple[str, ...]:
+    tokens = "" if timing.tokens_per_s is None else f"{timing.tokens_per_s:,.0f} tokens/s"
+    rate = "" if timing.bytes_per_s is None else f"{human_bytes(int(timing.bytes_per_s))}/s"
+    return timing.name, f"{1000 * timing.seconds:.1f} ms", tokens, rate

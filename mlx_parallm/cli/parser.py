@@ -1,8 +1,8 @@
-"""The argument parser of the scripts, and what runs a script.
+"""The argument parser of the scripts, and what a command is.
 
-Each command is a module with `add_arguments(parser)`, or with `add_commands(add)` if it has commands of its own. They
-add arguments and set `run`, a function that takes the parsed arguments and returns the exit status. The module is
-imported when its command is chosen, and heavy packages (MLX, FastAPI) inside `run`, so that every `--help` is quick.
+A command is a function that fills a parser: `takes` makes one of a function with its arguments beside it, `subcommands`
+one of other commands. The module of a command is imported when the command is chosen, and heavy packages (MLX, FastAPI)
+when it runs, so that every `--help` is quick.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from typing import Any, NoReturn, Self
 
 from mlx_parallm.errors import ConfigError, ParaLLMError
 
-AddArguments = Callable[["Parser"], None]
+Argument = Callable[[argparse._ActionsContainer], object]
+"""Adds an argument to a parser or to a group of one."""
 
-AddCommand = Callable[[str, str], "Parser"]
-"""Adds a command: (name, help) → its parser."""
+Command = Callable[["Parser"], object]
+"""Adds the arguments of a command to its parser, and sets `run`."""
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError for wrong arguments and suggests the flag that was probably meant.
 
-    Flags cannot be abbreviated. `add_arguments` is called when the parser is first used. `refused`: flags that other
-    programs have and this one would not obey, each with the program that has it.
+    Flags cannot be abbreviated. `command` is called when the parser is first used. `refused`: flags that other programs
+    have and this one would not obey, each with the program that has it.
     """
 
-    def __init__(self, add_arguments: AddArguments | None = None, **options: Any) -> None:
+    def __init__(self, command: Command, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
-        self._add_arguments = add_arguments
+        self._command: Command | None = command
         self.refused: Mapping[str, str | None] = {}
 
     def filled(self) -> Self:
         """This parser with its arguments."""
-        if (add_arguments := self._add_arguments) is not None:
-            self._add_arguments = None
-            add_arguments(self)
+        if (command := self._command) is not None:
+            self._command = None
+            command(self)
         return self
 
     def error(self, message: str) -> NoReturn:
@@ -65,42 +66,55 @@ class Parser(argparse.ArgumentParser):
         self.error(f"{word}: unknown flag{hint}")
 
 
-def subcommands(parser: argparse.ArgumentParser) -> Callable[..., Parser]:
-    """A function that adds commands to `parser`, which prints its help if none of them is given: (name, help, what adds
-    the arguments when the command is chosen) → its parser."""
+def argument(*names: str, **options: Any) -> Argument:
+    """An argument, with the options of `ArgumentParser.add_argument`."""
+    return lambda parser: parser.add_argument(*names, **options)
 
-    def print_help(args: argparse.Namespace) -> int:
-        parser.print_help()
-        return 2
 
-    parser.set_defaults(run=print_help)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+def group(title: str, *arguments: Argument, description: str | None = None) -> Command:
+    """Arguments that the help shows together, under a title."""
 
-    def add(name: str, text: str, add_arguments: AddArguments | None = None) -> Parser:
-        return commands.add_parser(name, help=text, description=text, add_arguments=add_arguments)
+    def add(parser: Parser) -> None:
+        added = parser.add_argument_group(title, description)
+        for each in arguments:
+            each(added)
 
     return add
 
 
-def arguments_of(module: str, function: str = "add_arguments") -> AddArguments:
-    """Adds the arguments of a command: `function` of a module of this package."""
-    return lambda parser: _imported(module, function)(parser)
+def takes(*arguments: Command) -> Callable[[Callable[[argparse.Namespace], int]], Command]:
+    """Makes a command of a function, which gets the parsed arguments and returns the exit status."""
+
+    def command_of(run: Callable[[argparse.Namespace], int]) -> Command:
+        def add(parser: Parser) -> None:
+            for each in arguments:
+                each(parser)
+            parser.set_defaults(run=run)
+
+        return add
+
+    return command_of
 
 
-def commands_of(*modules: str) -> AddArguments:
-    """Adds commands below a command: `add_commands` of these modules."""
+def subcommands(*commands: tuple[str, str, Command]) -> Command:
+    """A command that has others below it, each with its name and its help. Without one of them it prints its help."""
 
-    def add_commands(parser: Parser) -> None:
-        add = subcommands(parser)
-        for module in modules:
-            _imported(module, "add_commands")(add)
+    def add(parser: Parser) -> None:
+        def print_help(args: argparse.Namespace) -> int:
+            parser.print_help()
+            return 2
 
-    return add_commands
+        parser.set_defaults(run=print_help)
+        added = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+        for name, text, command in commands:
+            added.add_parser(name, help=text, description=text, command=command)
+
+    return add
 
 
-def _imported(module: str, function: str) -> Callable[..., None]:
-    found: Callable[..., None] = getattr(import_module(f"mlx_parallm.cli.{module}"), function)
-    return found
+def later(module: str, name: str) -> Command:
+    """The command of this name in a module of this package, which is imported when the command is chosen."""
+    return lambda parser: getattr(import_module(f"mlx_parallm.cli.{module}"), name)(parser)
 
 
 def all_parsers(parser: Parser) -> Parser:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_parallm.cli.flags import add_chosen_flags, settings
+from mlx_parallm.cli.flags import flags_of_keys, settings
+from mlx_parallm.cli.parser import argument, group, takes
 from mlx_parallm.config import KEYS, resolve
 from mlx_parallm.errors import ConfigError
 
@@ -17,34 +18,69 @@ if TYPE_CHECKING:
     from mlx_parallm.extras.reward_models.learning import FitResult
     from mlx_parallm.extras.reward_models.work import StepLoss
 
-_FOLDER = "adapters.adapter_dir"
 _SETTINGS = (
-    *(_FOLDER, "model.base_model_path", "model.trust_remote_code", "rl_training.seed"),
+    *("adapters.adapter_dir", "model.base_model_path", "model.trust_remote_code", "rl_training.seed"),
     *("model.lora_rank", "model.lora_alpha", "model.lora_target_modules", "rl_training.micro_batch_tokens"),
 )
 _LINES = 10
 """Lines that say how far the training is."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
-    add = parser.add_argument
-    add("name", metavar="NAME", help="The reward model's name, and that of its folder in --adapter-dir.")
-    rows = "JSONL or parquet file, or hub data set, whose rows have prompt (or messages), chosen and rejected."
-    add("--preferences", required=True, metavar="FILE", help=f"Required. {rows}")
-    held_out = (
-        "Preferences to test it on: another file, or the share of the prompts that is held out, 0 for none. "
-        "Default: 0.1."
-    )
-    add("--held-out", type=_held_out, default=0.1, metavar="FILE_OR_SHARE", help=held_out)
-    add("--epochs", type=_positive(int), default=2, metavar="N", help="Default: %(default)s.")
-    add("--batch-size", type=_positive(int), default=16, metavar="N", help="Preferences of one step. Default: 16.")
-    rate = "Peak learning rate; it rises first and falls to 0. Default: %(default)s."
-    add("--learning-rate", type=_positive(float), default=5e-4, metavar="NUMBER", help=rate)
-    add_chosen_flags(parser.add_argument_group("settings"), _SETTINGS)
-    parser.set_defaults(run=train)
+def _held_out(text: str) -> float | str:
+    try:
+        share = float(text)
+    except ValueError:
+        return text
+    if not 0 <= share < 1:
+        raise argparse.ArgumentTypeError(f"must be a file, or a share from 0 to below 1, got {text!r}")
+    return share
 
 
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Parses a number above 0 with `kind`, which is int or float."""
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+        return value
+
+    return parse
+
+
+@takes(
+    argument("name", metavar="NAME", help="The reward model's name, and that of its folder in --adapter-dir."),
+    argument(
+        "--preferences",
+        required=True,
+        metavar="FILE",
+        help="Required. JSONL or parquet file, or hub data set, whose rows have prompt (or messages), chosen and "
+        "rejected.",
+    ),
+    argument(
+        "--held-out",
+        type=_held_out,
+        default=0.1,
+        metavar="FILE_OR_SHARE",
+        help="Preferences to test it on: another file, or the share of the prompts that is held out, 0 for none. "
+        "Default: 0.1.",
+    ),
+    argument("--epochs", type=_positive(int), default=2, metavar="N", help="Default: %(default)s."),
+    argument(
+        "--batch-size", type=_positive(int), default=16, metavar="N", help="Preferences of one step. Default: 16."
+    ),
+    argument(
+        "--learning-rate",
+        type=_positive(float),
+        default=5e-4,
+        metavar="NUMBER",
+        help="Peak learning rate; it rises first and falls to 0. Default: %(default)s.",
+    ),
+    group("settings", flags_of_keys(*_SETTINGS)),
+)
 def train(args: argparse.Namespace) -> int:
     """Trains a reward model, and prints how often it agrees with held-out preferences.
 
@@ -81,28 +117,3 @@ def _report(name: str, folder: Path, result: FitResult) -> str:
         )
     lines.append(f"name it as the scorer reward_model:{name}")
     return "\n".join(lines)
-
-
-def _held_out(text: str) -> float | str:
-    try:
-        share = float(text)
-    except ValueError:
-        return text
-    if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"must be a file, or a share from 0 to below 1, got {text!r}")
-    return share
-
-
-def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Parses a number above 0 with `kind`, which is int or float."""
-
-    def parse(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = 0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
-        return value
-
-    return parse

@@ -6,17 +6,12 @@ import argparse
 import gc
 import os
 
-from mlx_parallm.cli.flags import add_flags, settings
-from mlx_parallm.cli.parser import Parser
+from mlx_parallm.cli.flags import flags_of, settings
+from mlx_parallm.cli.parser import takes
 from mlx_parallm.config import SERVE, render, resolve
 
 
-def add_arguments(parser: Parser) -> None:
-    """Adds the flags of all settings that a server obeys."""
-    add_flags(parser, SERVE)
-    parser.set_defaults(run=serve)
-
-
+@takes(flags_of(SERVE))
 def serve(args: argparse.Namespace) -> int:
     """Serves until a signal, as the flags say.
 

@@ -1,18 +1,28 @@
-"""The train command: its arguments, and a run whose updates are shown on the screen and kept in files."""
+"""The commands about training runs: train, whose updates are shown on the screen and kept in files, and runs."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mlx_parallm.cli.flags import add_flags, settings
-from mlx_parallm.cli.parser import Parser, at_least
-from mlx_parallm.cli.train_view import RichTrainView
-from mlx_parallm.config import TRAIN, Config, Mode, Resolved, Setting, render, resolve
+from mlx_parallm.adapters.runs import FOLDERS, LATEST, METRICS
+from mlx_parallm.cli.flags import flags_of, settings
+from mlx_parallm.cli.parser import argument, at_least, group, takes
+from mlx_parallm.cli.show import JSON, local_time, show, table, with_interval
+from mlx_parallm.cli.train_view import RichTrainView, draw_curves, summary
+from mlx_parallm.config import KEYS, TRAIN, Config, Mode, Resolved, Setting, render, resolve
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.optional_packages import PLOTS
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.runs.listing import RunSummary
+    from mlx_parallm.rl.runs.metrics import Made
 
 _FIXED = {
     "server.mode": Setting(Mode.TRAINING_ONLY.value, "mlx_parallm_train"),
@@ -20,48 +30,54 @@ _FIXED = {
 }
 
 
-def add_arguments(parser: Parser) -> None:
-    """Adds the arguments of a run, and the flags of all settings that have an effect on it."""
-    group = parser.add_argument_group("run")
-    add = group.add_argument
-    steps = (
-        "Number of updates of the whole run. A resumed run makes those that are left. Required, but for a run with "
-        "--connect-to and without --environment, which goes on until it is stopped."
-    )
-    add("--steps", type=at_least(1), metavar="N", help=steps)
-    add("--mode", choices=["rl"], default="rl", help="What kind of training. There is one: %(default)s.")
-    add("--group-size", type=at_least(2), default=8, metavar="N", help="Samples of each prompt. Default: %(default)s.")
-    add(
-        "--prompts-per-step",
-        type=at_least(1),
-        default=4,
-        metavar="N",
-        help="Prompts for each update. Default: %(default)s.",
-    )
-    add(
-        "--warm-up",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="Examples of the environment that the adapter imitates before the first step. Default: %(default)s.",
-    )
-    add(
-        "--log",
-        type=Path,
-        metavar="FILE",
-        help="JSONL file to which a line is appended for each update. Default: metrics.jsonl in the run's folder.",
-    )
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="PNG of the curves of the whole run, written at the end. Default: training.png in the run's folder.",
-    )
-    add_flags(parser, TRAIN)
-    parser.set_defaults(run=run)
-
-
-def run(args: argparse.Namespace) -> int:
+@takes(
+    group(
+        "run",
+        argument(
+            "--steps",
+            type=at_least(1),
+            metavar="N",
+            help="Number of updates of the whole run. A resumed run makes those that are left. Required, but for a run "
+            "with --connect-to and without --environment, which goes on until it is stopped.",
+        ),
+        argument("--mode", choices=["rl"], default="rl", help="What kind of training. There is one: %(default)s."),
+        argument(
+            "--group-size",
+            type=at_least(2),
+            default=8,
+            metavar="N",
+            help="Samples of each prompt. Default: %(default)s.",
+        ),
+        argument(
+            "--prompts-per-step",
+            type=at_least(1),
+            default=4,
+            metavar="N",
+            help="Prompts for each update. Default: %(default)s.",
+        ),
+        argument(
+            "--warm-up",
+            type=at_least(0),
+            default=0,
+            metavar="N",
+            help="Examples of the environment that the adapter imitates before the first step. Default: %(default)s.",
+        ),
+        argument(
+            "--log",
+            type=Path,
+            metavar="FILE",
+            help="JSONL file to which a line is appended for each update. Default: metrics.jsonl in the run's folder.",
+        ),
+        argument(
+            "--plot",
+            type=Path,
+            metavar="FILE",
+            help="PNG of the curves of the whole run, written at the end. Default: training.png in the run's folder.",
+        ),
+    ),
+    flags_of(TRAIN),
+)
+def train(args: argparse.Namespace) -> int:
     """Trains as the arguments say.
 
     Raises:
@@ -78,7 +94,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
     from mlx_parallm.app import train as training
     from mlx_parallm.app.train_progress import ENDLESS, TrainOptions
-    from mlx_parallm.cli.train_end import closing
 
     options = TrainOptions(
         environment, args.steps or ENDLESS, args.group_size, args.prompts_per_step, args.log, args.warm_up
@@ -95,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     finally:  # a run that fails or is stopped has something to keep, too
         if view.folder is not None:
-            for text in closing(resolved.config, view.folder, args, environment, stopped):
+            for text in _closing(resolved.config, view.folder, args, environment, stopped):
                 print(text)
 
 
@@ -130,3 +145,94 @@ def _check_files(args: argparse.Namespace) -> None:
             args.log.open("ab").close()
     except OSError as error:
         raise ConfigError(f"--log: {args.log} cannot be written: {error.strerror}") from error
+
+
+def _closing(config: Config, folder: Path, args: argparse.Namespace, title: str, stopped: bool) -> Iterator[str]:
+    """The last lines of a run that has started. Draws its curves.
+
+    Args:
+        folder: of the run.
+        stopped: whether a signal has ended it before its last step.
+    """
+    from mlx_parallm.rl.runs.metrics import read_metrics
+
+    log = args.log or folder / METRICS
+    made = read_metrics(log)
+    if stopped:
+        yield _stopped(config, made, args.steps)
+    if not made:
+        return
+    yield summary(made)
+    yield f"checkpoints in {folder}"
+    yield f"updates in {log}"
+    if PLOTS.installed:
+        yield _drawn(made, args.plot or folder / "training.png", title)
+    yield from _next_commands(config, folder)
+
+
+def _stopped(config: Config, made: Sequence[Made], steps: int | None) -> str:
+    done = max((each.step for each in made if each.is_update), default=0)
+    named = config.checkpointing.checkpoint_dir is not None or config.checkpointing.resume
+    again = "the same command" if named else "the same command with --resume"
+    of_all = "" if steps is None else f" of {steps}"
+    return f"stopped after {done}{of_all} steps; {again} continues" if made else "stopped before the first step"
+
+
+def _drawn(made: Sequence[Made], plot: Path, title: str) -> str:
+    try:
+        draw_curves(made, plot, title)
+    except OSError as error:
+        return f"WARNING: {plot} could not be written: {error.strerror}"
+    return f"curves in {plot}"
+
+
+def _next_commands(config: Config, folder: Path) -> Iterator[str]:
+    """How to serve what was learnt, and how to make a model of it; nothing without a checkpoint."""
+    name, model = config.adapters.default_adapter, config.model
+    try:
+        checkpoint = folder / name / (folder / name / LATEST).read_text().strip()
+    except OSError:
+        return
+    of_model = [] if model.base_model_path is None else ["--model-path", model.base_model_path]
+    rank = config.adapters.max_lora_rank
+    of_rank = ["--max-lora-rank", str(rank)] if rank > KEYS["adapters.max_lora_rank"].field.default else []
+    serve = ["mlx_parallm", "serve", "--checkpoint-dir", str(folder), "--serve-adapter", name, *of_model, *of_rank]
+    merge = ["mlx_parallm", "adapters", "merge", str(checkpoint), f"{name}-merged", *of_model]
+    yield f"serve it with `{shlex.join(serve)}`"
+    yield f"merge it with `{shlex.join(merge)}`"
+
+
+@takes(
+    argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="A folder of runs, or that of one run. Default: ./checkpoints and ./runs.",
+    ),
+    JSON,
+)
+def list_runs(args: argparse.Namespace) -> int:
+    """Prints one line for each run, oldest first in each folder. Running processes are not disturbed.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    from mlx_parallm.rl.runs import listing
+
+    if args.folder is not None and not args.folder.is_dir():
+        raise ConfigError(f"{args.folder} is no folder; name the one that holds runs, or the folder of one run")
+    folders = FOLDERS if args.folder is None else (args.folder,)
+    found = [run for folder in folders for run in listing.list_runs(folder)]
+    hint = "mlx_parallm_train makes one" + ("; `mlx_parallm runs DIR` looks elsewhere" if args.folder is None else "")
+    none = f"no runs below {' and '.join(map(str, folders))}; {hint}"
+    columns = ("run", "state", "steps", "reward", "evaluation", "adapter", "seed", "last update", "why")
+    return show(args, [asdict(one) for one in found], table([columns, *map(_row, found)]) if found else none)
+
+
+def _row(run: RunSummary) -> tuple[object, ...]:
+    reward = None if run.reward is None else f"{run.reward:.3f}"
+    evaluation = None if run.evaluation is None else with_interval(*run.evaluation)
+    at = None if run.at is None else local_time(run.at)
+    reason = " ".join(run.reason.split()) or None
+    return run.path, run.state.value, run.steps, reward, evaluation, run.adapter, run.seed, at, reason

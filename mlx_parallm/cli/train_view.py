@@ -1,32 +1,171 @@
-"""Shows a training run: a table, and below it on a terminal progress, spark lines and samples."""
+"""Shows a training run: a table, and below it on a terminal progress, spark lines and samples; at the end a summary in
+one sentence, and the curves of the whole run as a PNG."""
 
 from __future__ import annotations
 
+import io
+import math
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from mlx_parallm.cli.train_table import (
-    duration,
-    evaluation_text,
-    first_evaluation_text,
-    heading,
-    level_lines,
-    line,
-    one_line,
-    reason_line,
-    spark,
-)
-from mlx_parallm.rl.status import EvaluationResult, UpdateReport
+from mlx_parallm.cli.show import with_interval
+from mlx_parallm.rl.status import LEVEL_PREFIX, EvaluationResult, UpdateReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from mlx_parallm.app.train_progress import SampleText
+    from mlx_parallm.rl.runs.metrics import Made
+
+# -- the table -------------------------------------------------------------------------------------
+
+_WIDTHS = {"step": 9, "reward": 15, "evaluation": 20, "loss": 8, "grad": 7, "KL": 6, "entropy": 7, "clip": 5}
+_WIDTHS |= {"length": 6, "tok/s": 6, "seconds": 7, "left": 6}
+"""Widths of the columns, by their titles. The last column, the result, has none."""
+_METRICS = {
+    "loss": ("loss", "+.4f"),
+    "grad": ("grad_norm", ".3f"),
+    "KL": ("kl", ".4f"),
+    "entropy": ("entropy", ".3f"),
+    "clip": ("clip_fraction", ".3f"),
+    "length": ("completion_tokens", ".0f"),
+    "tok/s": ("tokens_per_second", ".0f"),
+    "seconds": ("seconds", ".1f"),
+}
+"""The columns that show a metric, and the format of its number."""
+_LEVEL_WIDTH = 24
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def heading(evaluates: bool = False) -> str:
+    """The first line of the table. `evaluates`: it has a column for evaluations."""
+    return _row({title: title for title in _WIDTHS}, "result", evaluates)
+
+
+def line(
+    step: int, steps: int | None, report: UpdateReport, left_s: float | None = None, evaluates: bool = False
+) -> str:
+    """The table's line for step `step` of `steps` (None: the run has no end). Metrics that the report lacks are dashes.
+
+    `left_s`: seconds that the rest of the run will take; None if that is unknown.
+    """
+    mean, deviation = (_number(report, f"reward_{part}", ".3f") for part in ("mean", "std"))
+    cells = {
+        "step": str(step) if steps is None else f"{step}/{steps}",
+        "reward": mean if mean == "-" else f"{mean} ± {deviation}",
+        "evaluation": "-" if report.evaluation is None else with_interval(*report.evaluation),
+        **{title: _number(report, *metric) for title, metric in _METRICS.items()},
+        "left": "-" if left_s is None else duration(left_s),
+    }
+    return _row(cells, _result(report), evaluates)
+
+
+def _row(cells: Mapping[str, str], result: str, evaluates: bool) -> str:
+    shown = (f"{cells[title]:>{width}}" for title, width in _WIDTHS.items() if evaluates or title != "evaluation")
+    return "  ".join((*shown, result))
+
+
+def _number(report: UpdateReport, metric: str, form: str) -> str:
+    value = report.metrics.get(metric)
+    return "-" if value is None else format(value, form)
+
+
+def _result(report: UpdateReport) -> str:
+    """The new version, or what came of the update instead; and the checkpoint, if one was saved. A reason in words has
+    a line of its own."""
+    result = str(report.adapter) if _is_published(report) else report.status
+    reason = f": {report.reason}" if report.reason and not _in_words(report.reason) else ""
+    return f"{result}{reason}" + (f", {report.checkpoint}" if report.checkpoint else "")
+
+
+def _is_published(report: UpdateReport) -> bool:
+    return report.status == "published" and report.adapter is not None
+
+
+def reason_line(report: UpdateReport) -> str:
+    """The line below that of an update: why there is no new version. Empty if its own line has said it."""
+    return f"{'':>{_WIDTHS['step']}}  {report.status}: {report.reason}" if _in_words(report.reason) else ""
+
+
+def _in_words(reason: str) -> bool:
+    return " " in reason
+
+
+def first_evaluation_text(result: EvaluationResult) -> str:
+    """The line for the version that the run starts from."""
+    figures = with_interval(result.mean, result.low, result.high)
+    failed = f", failed tasks: {result.failed}" if result.failed else ""
+    return f"evaluation of {result.adapter} before the first step: {figures}, {result.answers} answers{failed}"
+
+
+def level_lines(report: UpdateReport) -> list[str]:
+    """A line for each level of the curriculum, with its success and its share of the tasks."""
+    metrics, end = report.metrics, "/success"
+    keys = [name.removesuffix(end) for name in metrics if name.startswith(LEVEL_PREFIX) and name.endswith(end)]
+    names = [one_line(key.removeprefix(LEVEL_PREFIX), _LEVEL_WIDTH) for key in keys]
+    width = max(map(len, names), default=0)
+    return [
+        f"level {name:<{width}}  success {metrics[key + end]:.2f}, {metrics[key + '/share']:.0%} of the tasks"
+        for key, name in zip(keys, names, strict=True)
+    ]
+
+
+def summary(made: Sequence[Made]) -> str:
+    """A run in one sentence: updates by status, first and last mean reward and evaluation, and the newest version."""
+    reports = [each.report for each in made if each.is_update]
+    counts = Counter(report.status for report in reports)
+    parts = [", ".join(f"{count} {status}" for status, count in counts.items()) or "no update was made"]
+    if rewards := [mean for report in reports if (mean := report.metrics.get("reward_mean")) is not None]:
+        parts.append(f"mean reward {rewards[0]:.3f} in the first, {rewards[-1]:.3f} in the last")
+    # that of a held update is of a version that is not kept; the last one may come with an update that was skipped
+    evaluations = [
+        with_interval(*each.report.evaluation)
+        for each in made
+        if each.report.evaluation is not None and each.report.status != "held"
+    ]
+    if evaluations:
+        parts.append(" then ".join([f"evaluation {evaluations[0]}", *evaluations[1:][-1:]]))
+    if versions := [report.adapter for report in reports if _is_published(report)]:
+        parts.append(f"newest version {versions[-1]}")
+    return "; ".join(parts)
+
+
+# -- small texts ---------------------------------------------------------------------------------
+
+
+def spark(values: Sequence[float], width: int = 40) -> str:
+    """The last `width` values as bars between their least (the lowest bar) and their greatest (the highest one)."""
+    finite = [value for value in values if math.isfinite(value)][-width:]
+    if not finite:
+        return ""
+    low, high = min(finite), max(finite)
+    if low == high:
+        return _BARS[0] * len(finite)
+    return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in finite)
+
+
+def duration(seconds: float) -> str:
+    """Rounded for people: `45s`, `3m10s`, `2h05m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
+
+
+def one_line(text: str, width: int) -> str:
+    """The text without line breaks and control characters, cut to `width` characters."""
+    plain = "".join(character if character.isprintable() else " " for character in text[: 4 * width])
+    words = " ".join(plain.split())
+    return words if len(words) <= width and len(text) <= 4 * width else words[: width - 1] + "…"
+
+
+# -- on the screen ---------------------------------------------------------------------------------
 
 _STEPS_TIMED = 10
 """The time that is left is estimated from so many steps."""
@@ -138,9 +277,9 @@ class RichTrainView:
         metrics, self._levels = report.metrics, level_lines(report)
         if (reward := metrics.get("reward_mean")) is not None:
             self._rewards.append(reward)
-        if text := evaluation_text(report):
-            self._evaluations.append(metrics["eval_mean"])
-            self._evaluation = f"{text} after step {self.steps_done}"
+        if report.evaluation is not None:
+            self._evaluations.append(report.evaluation[0])
+            self._evaluation = f"{with_interval(*report.evaluation)} after step {self.steps_done}"
         if (seconds := metrics.get("seconds")) is not None:
             self._seconds.append(seconds)
 
@@ -178,3 +317,87 @@ class RichTrainView:
         from rich.text import Text
 
         self._console.print(Text(text, style=style), soft_wrap=True)
+
+
+# -- curves ----------------------------------------------------------------------------------------
+
+_PANELS = {
+    "loss": "loss",
+    "kl": "KL from the base (nats a token)",
+    "entropy": "entropy (nats a token)",
+    "completion_tokens": "length of answers (tokens, mean)",
+    "clip_fraction": "clipped tokens (fraction)",
+    "tokens_per_second": "tokens sampled a second",
+}
+_MAX_MARKERS = 60
+"""Curves with more points are drawn as a line without markers."""
+
+
+def draw_curves(made: Sequence[Made], path: Path, title: str) -> None:
+    """Writes the PNG, whole or not at all. A metric that an update lacks is a gap in its curve.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from mlx_parallm.atomic import replace_file
+
+    buffer = io.BytesIO()
+    figure(made, title).savefig(buffer, format="png", dpi=120)
+    replace_file(path, buffer.getvalue())
+
+
+def figure(made: Sequence[Made], title: str) -> Any:
+    """The matplotlib figure: a panel for the reward, one for evaluations if there are any, and one for each metric."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    updates = [each for each in made if each.is_update]
+    steps, reports = [each.step for each in updates], [each.report for each in updates]
+    evaluations = [(each.step, *found) for each in made if (found := each.report.evaluation) is not None]
+    figure = Figure(figsize=(16, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)  # opens no window, and shares no state with other figures
+    figure.suptitle(title)
+    axes = iter(figure.subplots(2, 4).flat)
+    _draw_reward(next(axes), steps, reports)
+    if evaluations:
+        _draw_evaluations(next(axes), evaluations)
+    for metric, label in _PANELS.items():
+        _draw(next(axes), steps, _series(reports, metric), label)
+    for unused in axes:
+        unused.remove()
+    return figure
+
+
+def _draw(axes: Any, steps: Sequence[int], values: Sequence[float], label: str) -> None:
+    axes.plot(steps, values, marker="." if len(steps) <= _MAX_MARKERS else "", linewidth=1.2)
+    _label(axes, label)
+
+
+def _label(axes: Any, label: str) -> None:
+    axes.set_title(label, fontsize="medium")
+    axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.3)
+
+
+def _draw_reward(axes: Any, steps: Sequence[int], reports: Sequence[UpdateReport]) -> None:
+    """The mean reward, with a band of one standard deviation on each side."""
+    means, deviations = _series(reports, "reward_mean"), _series(reports, "reward_std")
+    _draw(axes, steps, means, "reward (mean ± standard deviation)")
+    low, high = zip(*((mean - part, mean + part) for mean, part in zip(means, deviations, strict=True)), strict=True)
+    axes.fill_between(steps, low, high, alpha=0.2, linewidth=0)
+
+
+def _draw_evaluations(axes: Any, evaluations: Sequence[tuple[int, float, float, float]]) -> None:
+    """The mean reward on the held-out tasks, with a bar for its confidence interval: steps, means and bounds, those of
+    versions that were held too."""
+    steps, means, lows, highs = zip(*evaluations, strict=True)
+    below = [mean - low for mean, low in zip(means, lows, strict=True)]
+    above = [high - mean for mean, high in zip(means, highs, strict=True)]
+    axes.errorbar(steps, means, yerr=(below, above), marker=".", linewidth=1.2, capsize=2, elinewidth=0.8)
+    _label(axes, "evaluation (mean, 95 % interval)")
+
+
+def _series(reports: Sequence[UpdateReport], metric: str) -> list[float]:
+    """One number for each report; NaN if it has none."""
+    return [report.metrics.get(metric, math.nan) for report in reports]

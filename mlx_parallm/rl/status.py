@@ -162,6 +162,12 @@ class UpdateReport:
     given_back: bool = field(default=False, metadata=NOT_SENT)
     """Whether it was skipped, and its trajectories wait for another update, because the teacher scored none of them."""
 
+    @property
+    def evaluation(self) -> tuple[float, float, float] | None:
+        """The mean reward on the held-out tasks, with the bounds of its 95 % interval; None if there was none."""
+        mean, low, high = (self.metrics.get(f"eval_{name}") for name in ("mean", "low", "high"))
+        return None if mean is None or low is None or high is None else (mean, low, high)
+
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:

@@ -168,7 +168,7 @@ def _figures(found: dict[str, Any], section: str) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_budget_that_is_too_short_cuts_and_does_not_fail(file, model, monkeypatch):
-    monkeypatch.setattr("mlx_parallm.cli.bench_report._MINUTES", 0.5)
+    monkeypatch.setattr("mlx_parallm.cli.bench._MINUTES", 0.5)
     status, found = report(file, model)
     assert status == 0
     assert "cut" in statuses(found).values()

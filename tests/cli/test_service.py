@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.cli.main import main
-from mlx_parallm.cli.service.definition import LABEL, Service
+from mlx_parallm.extras.service import LABEL, Service
 
 PRINTED = f"""{LABEL} = {{
 \tactive count = 1

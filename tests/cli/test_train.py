@@ -168,7 +168,7 @@ def test_record_of_a_run(training, tmp_path, capsys):
 
 def test_the_end_of_a_resumed_run_is_of_the_whole_run(training, tmp_path, capsys, monkeypatch):
     drawn = []
-    monkeypatch.setattr("mlx_parallm.cli.train_end.draw_curves", lambda made, path, title: drawn.append(made))
+    monkeypatch.setattr("mlx_parallm.cli.train.draw_curves", lambda made, path, title: drawn.append(made))
     argv = ["--environment", TASK, "--steps", "15", "--checkpoint-dir", "kept"]
     training.status = 130
     assert train(argv) == 130

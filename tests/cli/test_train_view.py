@@ -9,9 +9,18 @@ from pathlib import Path
 import pytest
 
 from mlx_parallm.app.train_progress import SampleText
-from mlx_parallm.cli.train_end import draw_curves, figure
-from mlx_parallm.cli.train_table import duration, heading, line, one_line, reason_line, spark, summary
-from mlx_parallm.cli.train_view import RichTrainView
+from mlx_parallm.cli.train_view import (
+    RichTrainView,
+    draw_curves,
+    duration,
+    figure,
+    heading,
+    line,
+    one_line,
+    reason_line,
+    spark,
+    summary,
+)
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.runs.metrics import Made
 from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport

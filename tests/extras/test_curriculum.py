@@ -13,7 +13,7 @@ from training_runs import View, config
 
 from mlx_parallm.app.train import run
 from mlx_parallm.app.train_progress import TrainOptions
-from mlx_parallm.cli.train_table import level_lines
+from mlx_parallm.cli.train_view import level_lines
 
 pytestmark = pytest.mark.ci
 

@@ -133,7 +133,7 @@ def test_metrics_are_read_by_steps_and_what_was_made_again_counts_once() -> None
     with Path(METRICS).open("a") as file:
         file.write('[]\n{"step": 3}\n{"step": 3, "at"')
     evaluated, one, two = read_metrics(Path(METRICS))
-    assert (evaluated.step, evaluated.is_update, evaluated.evaluation) == (1, False, None)
+    assert (evaluated.step, evaluated.is_update, evaluated.report.evaluation) == (1, False, None)
     assert (one.step, one.report.status, one.report.metrics) == (1, "published", {"reward_mean": 0.25})
     assert (two.report.adapter, two.report.step) == (AdapterRef("default", 2), 2)
     assert (two.report.metrics, two.report.checkpoint) == ({"reward_mean": 0.75}, "checkpoint-2")

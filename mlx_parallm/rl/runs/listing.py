@@ -76,7 +76,7 @@ def summarize(folder: Path) -> RunSummary:
         reward = body.metrics.get("reward_mean")
         found = replace(found, steps=steps, reward=reward, adapter=update.adapter, at=update.at)
     made = read_metrics(folder / METRICS, _METRICS_BYTES)
-    evaluations = [each.evaluation for each in made if each.evaluation is not None]
+    evaluations = [one for each in made if (one := each.report.evaluation) is not None]
     found = replace(found, evaluation=evaluations[-1] if evaluations else None)
     updates = [each for each in made if each.is_update]
     if record is None or not record.command or not updates or updates[-1].step < found.steps:

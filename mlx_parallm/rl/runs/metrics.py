@@ -27,12 +27,6 @@ class Made:
     report: UpdateReport
     is_update: bool = True
 
-    @property
-    def evaluation(self) -> tuple[float, float, float] | None:
-        """The mean reward on the held-out tasks, with the bounds of its 95 % interval; None if there was none."""
-        mean, low, high = (self.report.metrics.get(f"eval_{name}") for name in ("mean", "low", "high"))
-        return None if mean is None or low is None or high is None else (mean, low, high)
-
 
 def read_metrics(file: Path, max_bytes: int | None = None) -> list[Made]:
     """The lines of the file by their steps, an evaluation before the update of its step. Of what was made again after a

@@ -2,81 +2,78 @@
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from mlx_parallm.cli.parser import AddCommand
-from mlx_parallm.cli.remote.client import Client, add_request_arguments
-from mlx_parallm.cli.table import show
+from mlx_parallm.cli.client import SERVER, TIMEOUT_S, Client
+from mlx_parallm.cli.parser import Command, argument, subcommands, takes
+from mlx_parallm.cli.show import JSON
 
 _UPDATE_TIMEOUT_S = 3600.0
 """An update, and a rollback, wait for the update that is being made, and for their turns between requests."""
-_CONTROLS = {
-    "start": "Train this adapter too, from its live version.",
-    "stop": "End the training of an adapter, and its lesson. What it has learnt stays, and stays live.",
-    "pause": "Stop automatic updates. Trajectories are still collected.",
-    "resume": "Restart automatic updates.",
-}
+_TRAINED = (
+    argument("--adapter", metavar="NAME", help="A trained adapter. Default: the default adapter."),
+    *SERVER,
+    JSON,
+)
 
 
-def add_commands(add: AddCommand) -> None:
-    """Adds the commands."""
-    _add_arguments(add("status", "Show the training of an adapter."), status)
-    for name, text in _CONTROLS.items():
-        _add_arguments(add(name, text), partial(_control, name))
-    updating = add("update", "Make an update now, on all complete groups, even if training is paused.")
-    updating.add_argument("--checkpoint", metavar="TAG", help="Save the adapter with this tag after the update.")
-    _add_arguments(updating, update)
-    rolling = add("rollback", "Make an earlier version live, and continue training from it.")
-    rolling.add_argument("--to", metavar="CHECKPOINT", help="A checkpoint's name or tag. Default: the best version.")
-    _add_arguments(rolling, roll_back)
-
-
-def _add_arguments(parser: argparse.ArgumentParser, run: Callable[[Namespace], int]) -> None:
-    parser.add_argument("--adapter", metavar="NAME", help="A trained adapter. Default: the default adapter.")
-    add_request_arguments(parser, run)
-
-
+@takes(*_TRAINED)
 def status(args: Namespace) -> int:
     """Prints how far the training of an adapter is."""
-    client = Client(args)
     query = f"?lora_adapter={args.adapter}" if args.adapter else ""
-    return _show_status(args, client, client.ask(f"/v1/training/status{query}"))
+    return _show_status(args, f"status{query}", None)
 
 
-def _control(name: str, args: Namespace) -> int:
-    client = Client(args)
-    return _show_status(args, client, client.ask(f"/v1/training/{name}", _named(args), _UPDATE_TIMEOUT_S))
+def _control(name: str) -> Command:
+    """A command that changes the training and prints how far it is then."""
+    return takes(*_TRAINED)(lambda args: _show_status(args, name, _named(args)))
 
 
-def roll_back(args: Namespace) -> int:
-    """Goes back to a checkpoint, or to the best version."""
-    client = Client(args)
-    body = _named(args) | ({"to": args.to} if args.to else {})
-    return _show_status(args, client, client.ask("/v1/training/rollback", body, _UPDATE_TIMEOUT_S))
-
-
+@takes(
+    argument("--checkpoint", metavar="TAG", help="Save the adapter with this tag after the update."),
+    *_TRAINED,
+)
 def update(args: Namespace) -> int:
     """Makes one update and prints what became of it."""
-    client = Client(args)
     body = _named(args) | ({"checkpoint_name": args.checkpoint} if args.checkpoint else {})
-    answer = client.ask("/v1/training/update", body, _UPDATE_TIMEOUT_S)
-    with client.reading():
-        text = _update_text(answer)
-    return show(args, answer, lambda: text)
+    return Client(args).show(args, _update_text, "/v1/training/update", body, _UPDATE_TIMEOUT_S)
+
+
+@takes(
+    argument("--to", metavar="CHECKPOINT", help="A checkpoint's name or tag. Default: the best version."),
+    *_TRAINED,
+)
+def roll_back(args: Namespace) -> int:
+    """Goes back to a checkpoint, or to the best version."""
+    return _show_status(args, "rollback", _named(args) | ({"to": args.to} if args.to else {}))
+
+
+COMMANDS = subcommands(
+    ("status", "Show the training of an adapter.", status),
+    ("start", "Train this adapter too, from its live version.", _control("start")),
+    (
+        "stop",
+        "End the training of an adapter, and its lesson. What it has learnt stays, and stays live.",
+        _control("stop"),
+    ),
+    ("pause", "Stop automatic updates. Trajectories are still collected.", _control("pause")),
+    ("resume", "Restart automatic updates.", _control("resume")),
+    ("update", "Make an update now, on all complete groups, even if training is paused.", update),
+    ("rollback", "Make an earlier version live, and continue training from it.", roll_back),
+)
 
 
 def _named(args: Namespace) -> dict[str, object]:
     return {"lora_adapter": args.adapter} if args.adapter else {}
 
 
-def _show_status(args: Namespace, client: Client, answer: Mapping[str, Any]) -> int:
-    with client.reading():
-        text = _status_text(client.base, answer)
-    return show(args, answer, lambda: text)
+def _show_status(args: Namespace, path: str, body: Mapping[str, object] | None) -> int:
+    client = Client(args)
+    text = partial(_status_text, client.base)
+    return client.show(args, text, f"/v1/training/{path}", body, _UPDATE_TIMEOUT_S if body is not None else TIMEOUT_S)
 
 
 def _status_text(base: str, answer: Mapping[str, Any]) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm import __version__
-from mlx_parallm.cli.table import add_json_argument
+from mlx_parallm.cli.parser import argument
+from mlx_parallm.cli.show import show
 from mlx_parallm.config import API_KEY_VARIABLE
 from mlx_parallm.errors import ConfigError, ParaLLMError
 
@@ -37,17 +37,11 @@ _SPOKEN = {
 """What the errors of a server name as routes and fields of JSON, as the command line has it."""
 
 
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds --url and --api-key."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="The server's address. Default: %(default)s.")
-    parser.add_argument("--api-key", metavar="KEY", help=f"The server's key. Default: ${API_KEY_VARIABLE}.")
-
-
-def add_request_arguments(parser: argparse.ArgumentParser, run: Callable[[Namespace], int]) -> None:
-    """Adds the arguments of a command that asks a server and can print its answer as JSON. `run`: the command."""
-    add_server_arguments(parser)
-    add_json_argument(parser)
-    parser.set_defaults(run=run)
+SERVER = (
+    argument("--url", default="http://127.0.0.1:8000", help="The server's address. Default: %(default)s."),
+    argument("--api-key", metavar="KEY", help=f"The server's key. Default: ${API_KEY_VARIABLE}."),
+)
+"""The arguments of a command that asks a server."""
 
 
 class Client:
@@ -76,6 +70,51 @@ class Client:
         self.check(response)
         with self.reading():
             return response.json()
+
+    def show(
+        self,
+        args: Namespace,
+        text: Callable[[Any], str],
+        path: str,
+        body: Mapping[str, object] | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> int:
+        """Asks as `ask` does, and prints the answer: as JSON with --json, or else its `text`."""
+        answer = self.ask(path, body, timeout_s)
+        with self.reading():
+            shown = text(answer)
+        return show(args, answer, shown)
+
+    def streaming(self, connections: int) -> httpx.AsyncClient:
+        """What `stream_chat` sends its requests by, so many of them at a time. One may wait long in a busy server."""
+        import httpx
+
+        limits, timeout = httpx.Limits(max_connections=connections), httpx.Timeout(10.0, read=600.0)
+        return httpx.AsyncClient(timeout=timeout, limits=limits)
+
+    async def stream_chat(self, http: httpx.AsyncClient, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        """The chunks of one answer of any OpenAI-compatible server, as decoded JSON. Closing the iterator ends the
+        request.
+
+        Raises:
+            ConfigError, ParaLLMError: see the class; or the server ended the stream with an error.
+        """
+        url, sent = f"{self.base}/v1/chat/completions", {**body, "stream": True}
+        with self.asking():
+            async with http.stream("POST", url, json=sent, headers=self.headers) as response:
+                if not response.is_success:
+                    await response.aread()
+                    self.check(response)
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and (data := line.removeprefix("data:").strip()) != "[DONE]":
+                        yield self._chunk(data)
+
+    def _chunk(self, data: str) -> Any:
+        with self.reading():
+            chunk = json.loads(data)
+            if error := chunk.get("error"):
+                raise ParaLLMError(f"the answer failed: {error['message']}")
+        return chunk
 
     @contextmanager
     def asking(self, timeout_s: float = TIMEOUT_S) -> Iterator[None]:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import urlsplit
 
-from mlx_parallm.cli.flags import add_chosen_flags, settings
-from mlx_parallm.cli.parser import AddCommand, Parser, at_least
-from mlx_parallm.cli.remote.client import TIMEOUT_S, Client, add_server_arguments
+from mlx_parallm.cli.client import SERVER, TIMEOUT_S, Client
+from mlx_parallm.cli.flags import flags_of_keys, settings
+from mlx_parallm.cli.parser import Command, argument, at_least, group, subcommands, takes
 from mlx_parallm.config import API_KEY_VARIABLE, is_loopback
 from mlx_parallm.errors import ConfigError, ParaLLMError
 from mlx_parallm.processes import stdin_until_exit
@@ -110,33 +110,7 @@ def _codex(served: AgentServer) -> tuple[Sequence[str], Mapping[str, str]]:
     return arguments, {API_KEY_VARIABLE: served.key or "none"}
 
 
-_AGENTS = (
-    Agent("claude-code", "claude", "@anthropic-ai/claude-code", _claude_code),
-    Agent("codex", "codex", "@openai/codex", _codex),
-)
-
-
-def add_commands(add: AddCommand) -> None:
-    """Adds one command for each agent."""
-    for agent in _AGENTS:
-        _add_arguments(add(agent.name, f"Run {agent.executable}. Its own arguments come after --."), agent)
-
-
-def _add_arguments(parser: Parser, agent: Agent) -> None:
-    add = parser.add_argument
-    add("arguments", nargs="*", metavar="ARGUMENT", help=f"Arguments of {agent.executable}, after --.")
-    add("--adapter", metavar="NAME", help="The adapter that answers. Default: what the server chooses.")
-    learn = "Collect the requests as one episode. GROUP: a name for attempts at one task, whose rewards are compared."
-    add("--learn", nargs="?", const="", metavar="GROUP", help=learn)
-    add("--group-size", type=at_least(1), metavar="N", help="The attempts after which the GROUP is learnt from.")
-    reward = "Rewards the episode at the end: 1 if this shell command succeeds, or else 0. Default: you are asked."
-    add("--reward-command", metavar="COMMAND", help=reward)
-    add_server_arguments(parser)
-    add_chosen_flags(parser.add_argument_group("a server", "Started at --url if none answers there."), _SETTINGS)
-    parser.set_defaults(run=partial(launch, agent))
-
-
-def launch(agent: Agent, args: Namespace) -> int:
+def _launch(agent: Agent, args: Namespace) -> int:
     """Runs an agent in this terminal. Returns its exit status, or 128 and the number of the signal that ended it.
 
     Raises:
@@ -157,6 +131,32 @@ def launch(agent: Agent, args: Namespace) -> int:
         if episode and status >= 0:
             _reward(args, client, episode)
     return status if status >= 0 else 128 - status
+
+
+def _command(agent: Agent) -> Command:
+    learn = "Collect the requests as one episode. GROUP: a name for attempts at one task, whose rewards are compared."
+    attempts = "The attempts after which the GROUP is learnt from."
+    reward = "Rewards the episode at the end: 1 if this shell command succeeds, or else 0. Default: you are asked."
+    return takes(
+        argument("arguments", nargs="*", metavar="ARGUMENT", help=f"Arguments of {agent.executable}, after --."),
+        argument("--adapter", metavar="NAME", help="The adapter that answers. Default: what the server chooses."),
+        argument("--learn", nargs="?", const="", metavar="GROUP", help=learn),
+        argument("--group-size", type=at_least(1), metavar="N", help=attempts),
+        argument("--reward-command", metavar="COMMAND", help=reward),
+        *SERVER,
+        group("a server", flags_of_keys(*_SETTINGS), description="Started at --url if none answers there."),
+    )(partial(_launch, agent))
+
+
+COMMANDS = subcommands(
+    *(
+        (agent.name, f"Run {agent.executable}. Its own arguments come after --.", _command(agent))
+        for agent in (
+            Agent("claude-code", "claude", "@anthropic-ai/claude-code", _claude_code),
+            Agent("codex", "codex", "@openai/codex", _codex),
+        )
+    )
+)
 
 
 def _run(command: Sequence[str], variables: Mapping[str, str]) -> int:

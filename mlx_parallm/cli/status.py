@@ -1,39 +1,55 @@
-"""`mlx_parallm ps`: what a running server is doing, or the cluster that it is a node of."""
+"""`mlx_parallm ps` and `usage`: what a running server, or its cluster, is doing, and what each key has used."""
 
 from __future__ import annotations
 
-import argparse
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlx_parallm.app.banner import listed
-from mlx_parallm.cli.remote.client import Client, add_request_arguments
-from mlx_parallm.cli.table import show, table
+from mlx_parallm.cli.client import SERVER, Client
+from mlx_parallm.cli.parser import argument, takes
+from mlx_parallm.cli.show import JSON, local_time, show, table
 from mlx_parallm.config import human_bytes
 
-_COLUMNS = ("node", "role", "address", "ready", "tokens to do", "requests", "versions", "of them live")
-
+_NODES = ("node", "role", "address", "ready", "tokens to do", "requests", "versions", "of them live")
+_USAGE = {
+    "key": "key",
+    "role": "role",
+    "requests": "requests",
+    "running": "running",
+    "refused": "refused",
+    "prompt tokens": "prompt_tokens",
+    "of them cached": "cached_tokens",
+    "answer tokens": "completion_tokens",
+}
+"""Columns, and the fields of the answer that they show."""
 _WAITS = {"short of": "shortage", "training": "training_waits_for"}
 """Labels of what the machine lacks, and the fields of its state."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
-    parser.add_argument("--cluster", action="store_true", help="Show the nodes of the server's cluster.")
-    add_request_arguments(parser, ps)
-
-
+@takes(argument("--cluster", action="store_true", help="Show the nodes of the server's cluster."), *SERVER, JSON)
 def ps(args: Namespace) -> int:
     """Prints the models, adapters, sequences and memory of a running server; with --cluster, the nodes of its cluster
     and the adapter versions that they share."""
     client = Client(args)
     if args.cluster:
-        return _ps_cluster(args, client)
+        return client.show(args, lambda cluster: _cluster(client.base, cluster), "/v1/cluster")
     models, adapters, state = (client.ask(path) for path in ("/v1/models", "/v1/adapters", "/debug/state"))
     with client.reading():
         text = _summary(client.base, models, adapters, state["engine"])
-    return show(args, {"url": client.base, "models": models, "adapters": adapters, "state": state}, lambda: text)
+    return show(args, {"url": client.base, "models": models, "adapters": adapters, "state": state}, text)
+
+
+@takes(*SERVER, JSON)
+def usage(args: Namespace) -> int:
+    """Prints what the key has used since the server started; with an admin key, what every key has used."""
+    return Client(args).show(args, _usage, "/v1/usage")
+
+
+def _usage(answer: Mapping[str, Any]) -> str:
+    rows = [[each[field] for field in _USAGE.values()] for each in answer["data"]]
+    return f"since {local_time(answer['since'])}\n" + (table([[*_USAGE], *rows]) if rows else "no requests yet")
 
 
 def _summary(base: str, models: Mapping[str, Any], adapters: Mapping[str, Any], engine: Mapping[str, Any]) -> str:
@@ -57,13 +73,6 @@ def _under_way(card: Mapping[str, Any]) -> str:
     return f"{card['id']} ({card['leases']} under way)" if card["leases"] else str(card["id"])
 
 
-def _ps_cluster(args: Namespace, client: Client) -> int:
-    cluster = client.ask("/v1/cluster")
-    with client.reading():
-        text = _cluster(client.base, cluster)
-    return show(args, cluster, lambda: text)
-
-
 def _cluster(base: str, cluster: Mapping[str, Any]) -> str:
     versions = {f"{each['name']}@{each['version']}": each["live"] for each in cluster["versions"]}
     live = [version for version, is_live in versions.items() if is_live]
@@ -73,7 +82,7 @@ def _cluster(base: str, cluster: Mapping[str, Any]) -> str:
     connection = "connected" if cluster["connected"] else "NOT CONNECTED to NATS: what follows may be old"
     lines = (
         f"{base}  {cluster['node']}, {connection}",
-        table([_COLUMNS, *rows]) if rows else "no nodes",
+        table([_NODES, *rows]) if rows else "no nodes",
         "",
         f"live      {listed(live)}",
         f"other     {listed([version for version in versions if version not in live])}",
@@ -85,15 +94,11 @@ def _cluster(base: str, cluster: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _node(node: Mapping[str, Any], versions: Mapping[str, bool], live: Sequence[str]) -> tuple[str, ...]:
+def _node(node: Mapping[str, Any], versions: Mapping[str, bool], live: Sequence[str]) -> tuple[object, ...]:
     held = set(node["holds"])
     return (
-        node["id"],
-        node["role"],
-        node["url"] or "-",
-        "yes" if node["ready"] else "no",
-        str(node["outstanding_tokens"]),
-        str(node["requests"]),
+        *(node["id"], node["role"], node["url"] or None, "yes" if node["ready"] else "no"),
+        *(node["outstanding_tokens"], node["requests"]),
         f"{len(held & versions.keys())} of {len(versions)}",
         f"{len(held.intersection(live))} of {len(live)}",
     )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mlx_parallm.cli.remote.client import Client, add_server_arguments
+from mlx_parallm.cli.client import SERVER, Client
+from mlx_parallm.cli.parser import argument, takes
 from mlx_parallm.errors import ConfigError, ParaLLMError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from mlx_parallm.cli.remote.conversation import AdapterChat
+    import httpx
+    from rich.console import Console, RenderableType
 
 _QUOTES = '"""'
 _HELP = f"""\
@@ -36,19 +37,20 @@ _NUMBERS: Mapping[str, Callable[[str], float]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the command."""
-    add = parser.add_argument
-    adapters = 'The adapter that answers, or two that answer side by side. "base" is the base model.'
-    add("--adapter", nargs="+", default=[None], metavar="NAME", help=f"{adapters} Default: the server's choice.")
-    add("--system", default="", metavar="TEXT", help="The system message. Default: none.")
-    add("--temperature", type=float, metavar="NUMBER", help="Default: the server's.")
-    add("--max-tokens", type=int, metavar="TOKENS", help="Longest answer. Default: as long as the context allows.")
-    add("--collect", action="store_true", help="Collect the answers for training; /good and /bad reward them.")
-    add_server_arguments(parser)
-    parser.set_defaults(run=chat)
+_ADAPTERS = 'The adapter that answers, or two that answer side by side. "base" is the base model.'
+_FRAMES_PER_SECOND = 8
 
 
+@takes(
+    argument("--adapter", nargs="+", default=[None], metavar="NAME", help=f"{_ADAPTERS} Default: the server's choice."),
+    argument("--system", default="", metavar="TEXT", help="The system message. Default: none."),
+    argument("--temperature", type=float, metavar="NUMBER", help="Default: the server's."),
+    argument(
+        "--max-tokens", type=int, metavar="TOKENS", help="Longest answer. Default: as long as the context allows."
+    ),
+    argument("--collect", action="store_true", help="Collect the answers for training; /good and /bad reward them."),
+    *SERVER,
+)
 def chat(args: Namespace) -> int:
     """Talks with a server. Text that is piped in is one question.
 
@@ -57,8 +59,6 @@ def chat(args: Namespace) -> int:
         ParaLLMError: the answer to what was piped in failed; see also `Client`.
     """
     from rich.console import Console
-
-    from mlx_parallm.cli.remote.conversation import AdapterChat
 
     client, console = Client(args), Console(highlight=False)
     options = {"temperature": args.temperature, "max_tokens": args.max_tokens}
@@ -183,3 +183,137 @@ class _Session:
 
 def _written(messages: list[dict[str, str]]) -> str:
     return "".join(f"{message['role']}: {message['content']}\n\n" for message in messages)
+
+
+@dataclass(slots=True, eq=False)
+class Side:
+    """The conversation with one model or adapter.
+
+    Attributes:
+        model: the name that requests have; None: the served model.
+        messages: pairs of a message of the user and the answer to it.
+        answer, reasoning: text of the last answer, as far as it has come.
+        trajectory_id: of the last answer, if it was collected.
+    """
+
+    model: str | None
+    messages: list[dict[str, str]] = field(default_factory=list)
+    answer: str = ""
+    reasoning: str = ""
+    trajectory_id: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.model or "the served model"
+
+    def add(self, chunk: Mapping[str, Any]) -> str:
+        """Takes a chunk of the answer. Returns the text that it adds, reasoning or not."""
+        if ids := chunk.get("trajectory_ids"):
+            self.trajectory_id = ids[0]
+        added = ""
+        for choice in chunk.get("choices") or ():
+            delta = choice["delta"]
+            reasoning, content = delta.get("reasoning_content") or "", delta.get("content") or ""
+            self.reasoning += reasoning
+            self.answer += content
+            added += reasoning + content
+        return added
+
+
+class AdapterChat:
+    """Asks one server the same questions with one adapter or with two.
+
+    Attributes:
+        options: fields of every request, such as `temperature`.
+        system: the system message; empty: none.
+    """
+
+    def __init__(self, client: Client, models: Sequence[str | None], system: str, options: Mapping[str, Any]) -> None:
+        self.client = client
+        self.system = system
+        self.options = dict(options)
+        self.sides = [Side(model) for model in models]
+
+    def choose(self, models: Sequence[str | None]) -> None:
+        """Goes on with other adapters. Each of them gets what was said so far by the first one."""
+        messages = self.sides[0].messages
+        self.sides = [Side(model, list(messages)) for model in models]
+
+    def clear(self) -> None:
+        """Forgets what was said."""
+        self.sides = [Side(side.model) for side in self.sides]
+
+    def take_back(self) -> str | None:
+        """Removes the last question and its answers. Returns the question; None if there is none."""
+        asked = [side.messages for side in self.sides if side.messages]
+        if not asked:
+            return None
+        question = asked[0][-2]["content"]
+        for messages in asked:
+            if messages[-2]["content"] == question:
+                del messages[-2:]
+        return question
+
+    def ask(self, question: str, console: Console) -> None:
+        """Prints the answers while they come. Ctrl-C ends them; what has come is kept.
+
+        Raises:
+            ConfigError, ParaLLMError: an answer failed; the question is taken back.
+            KeyboardInterrupt: the answers were interrupted.
+        """
+        for side in self.sides:
+            side.messages.append({"role": "user", "content": question})
+            side.answer, side.reasoning, side.trajectory_id = "", "", None
+        try:
+            asyncio.run(self._answers(console))
+        finally:
+            for side in self.sides:
+                self._keep(side)
+
+    def _keep(self, side: Side) -> None:
+        """Adds the answer to what was said, or removes the question if there is none."""
+        if side.answer:
+            side.messages.append({"role": "assistant", "content": side.answer})
+        else:
+            side.messages.pop()
+
+    async def _answers(self, console: Console) -> None:
+        async with self.client.streaming(len(self.sides)) as http:
+            if len(self.sides) == 1:
+                await self._stream(http, self.sides[0], lambda text: console.out(text, end="", highlight=False))
+                console.print()
+            elif console.is_terminal:
+                await self._side_by_side(http, console)
+            else:
+                await asyncio.gather(*(self._stream(http, side) for side in self.sides))
+                for side in self.sides:
+                    console.out(f"{side.name}:\n{side.reasoning}{side.answer}\n", highlight=False)
+
+    async def _side_by_side(self, http: httpx.AsyncClient, console: Console) -> None:
+        from rich.live import Live
+
+        with Live(get_renderable=self._columns, console=console, refresh_per_second=_FRAMES_PER_SECOND):
+            await asyncio.gather(*(self._stream(http, side) for side in self.sides))
+
+    def _columns(self) -> RenderableType:
+        from rich.table import Table
+        from rich.text import Text
+
+        columns = Table(expand=True)
+        for side in self.sides:
+            columns.add_column(side.name, ratio=1)
+        columns.add_row(
+            *(Text(side.reasoning, style="dim").append(side.answer, style="not dim") for side in self.sides)
+        )
+        return columns
+
+    async def _stream(self, http: httpx.AsyncClient, side: Side, write: Callable[[str], object] | None = None) -> None:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        model = {"model": side.model} if side.model else {}
+        body = {**model, **self.options, "messages": [*system, *side.messages]}
+        async for chunk in self.client.stream_chat(http, body):
+            with self.client.reading():
+                text = side.add(chunk)
+            if write is not None and text:
+                write(text)
+                sys.stdout.flush()
