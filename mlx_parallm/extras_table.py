@@ -37,6 +37,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "engines": (),
     "ranks": (),
     "retrain": (),
+    "service": (),
     "trackers": (),
     "verifiers": (),
 }

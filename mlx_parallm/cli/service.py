@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 from mlx_parallm.cli.parser import argument, subcommands, takes
 from mlx_parallm.cli.show import JSON, show
-from mlx_parallm.errors import ConfigError
-from mlx_parallm.extras import service
+from mlx_parallm.extras_table import needed
 
 _FOLDER = Path("~/.mlx_parallm")
 
@@ -36,11 +36,12 @@ def _install(args: Namespace) -> int:
         ConfigError: the server would not start with this configuration, or this is not macOS.
         ParaLLMError: see `extras.service.install`.
     """
+    service = _extra()
     wanted = service.service_of(args.config, args.working_directory.expanduser().absolute())
     if args.dry_run:
         print(wanted.plist().decode() if sys.platform == "darwin" else wanted.unit(), end="")
         return 0
-    _check_mac()
+    service.check_mac()
     path = service.install(wanted)
     print(f"the server runs, and starts at each login; it logs to {wanted.log}\nthe service is in {path}")
     return 0
@@ -49,7 +50,8 @@ def _install(args: Namespace) -> int:
 @takes()
 def _uninstall(args: Namespace) -> int:
     """Stops the server and removes the property list. Logs, adapters and checkpoints stay."""
-    _check_mac()
+    service = _extra()
+    service.check_mac()
     print("the service is removed" if service.uninstall() else "no service was installed")
     return 0
 
@@ -57,7 +59,8 @@ def _uninstall(args: Namespace) -> int:
 @takes(JSON)
 def _status(args: Namespace) -> int:
     """Prints what launchd says about the service. The exit status is 0 if it runs, else 1."""
-    _check_mac()
+    service = _extra()
+    service.check_mac()
     facts = service.facts()
     data = {"installed": service.plist_path().exists(), "loaded": facts is not None, **(facts or {})}
     lines = [f"{name:<10} {value}" for name, value in data.items()]
@@ -65,13 +68,9 @@ def _status(args: Namespace) -> int:
     return 0 if facts is not None and facts.get("state") == "running" else 1
 
 
-def _check_mac() -> None:
-    if sys.platform != "darwin":
-        raise ConfigError(
-            "the commands of `mlx_parallm service` are for launchd, which is macOS's. On Linux, write what "
-            f"`mlx_parallm service install --dry-run` prints to ~/.config/systemd/user/{service.UNIT}, and run "
-            f"`systemctl --user enable --now {service.UNIT}`"
-        )
+def _extra() -> Any:
+    """The module of the extra. Raises ConfigError: it is not there."""
+    return needed("service", "mlx_parallm service")
 
 
 COMMANDS = subcommands(

@@ -157,6 +157,16 @@ def _check_secrets(variables: Mapping[str, str]) -> None:
 # -- launchd ---------------------------------------------------------------------------------------
 
 
+def check_mac() -> None:
+    """Raises ConfigError on another system, with what to do there."""
+    if sys.platform != "darwin":
+        raise ConfigError(
+            "the commands of `mlx_parallm service` are for launchd, which is macOS's. On Linux, write what "
+            f"`mlx_parallm service install --dry-run` prints to ~/.config/systemd/user/{UNIT}, and run "
+            f"`systemctl --user enable --now {UNIT}`"
+        )
+
+
 def install(service: Service) -> Path:
     """Writes the property list and starts the server; in place of an earlier one. Returns the file's path.
 
