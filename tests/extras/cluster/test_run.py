@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from training_runs import View, config
 
-from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.app.training_run import TrainOptions
 from mlx_parallm.extras.cluster.running.run import ClusterRun
 
 
@@ -30,7 +30,7 @@ async def test_a_step_says_once_that_the_answers_are_rewarded_alike(tmp_path, ca
         options=TrainOptions("default", 1, 2, 3),
         view=View(),
         served=SimpleNamespace(engine=SimpleNamespace(stats=lambda: SimpleNamespace(alive=True))),
-        training=SimpleNamespace(service=SimpleNamespace(loop=lambda: loop)),
+        service=SimpleNamespace(loop=lambda: loop),
         tracking=None,
     )
     steps.reading = asyncio.create_task(asyncio.sleep(100))

@@ -57,6 +57,8 @@ def world(tmp_path, monkeypatch):
         pass
 
     service = SimpleNamespace(
+        default_adapter="policy",
+        parts=SimpleNamespace(scorers=SimpleNamespace(check=done)),
         hooks=TrainingHooks(),
         add_sink=lambda sink: None,
         emit=lambda kind, **data: None,
@@ -66,11 +68,10 @@ def world(tmp_path, monkeypatch):
         loop=lambda adapter: SimpleNamespace(begin_lesson=begin_lesson, end_lesson=done),
         trajectories=SimpleNamespace(buffer=SimpleNamespace(drop_own=lambda *arguments: None)),
     )
-    training = SimpleNamespace(service=service, default_adapter="policy", scorers=SimpleNamespace(check=done))
     write_lesson(tmp_path, replace(FakeLessons()._begun(OF_ACME), outcome=LessonOutcome.STOPPED))
     served = SimpleNamespace(run=SimpleNamespace(path=tmp_path))
     config = SimpleNamespace(rl_training=SimpleNamespace(trajectory_buffer_size=10**6, own_environment=None))
-    lessons = Lessons(config, served, training)  # type: ignore[arg-type]
+    lessons = Lessons(config, served, service)  # type: ignore[arg-type]
     return SimpleNamespace(lessons=lessons, begun=begun, saving=saving)
 
 
