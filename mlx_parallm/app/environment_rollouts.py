@@ -25,14 +25,15 @@ from mlx_parallm.extras_table import needed
 from mlx_parallm.rl.environments import Environment, Task, is_of_episodes, read_system_prompt
 from mlx_parallm.rl.environments.thread import in_daemon_thread
 from mlx_parallm.rl.rollouts.answers import (
+    InferenceEngine,
     OnSampled,
     RolloutResult,
     Rollouts,
     RolloutSettings,
     SampleEpisodes,
+    SharedEngine,
     TakenTasks,
 )
-from mlx_parallm.rl.rollouts.engine import InferenceEngine, SharedEngine
 from mlx_parallm.rl.rollouts.episodes import Episodes
 from mlx_parallm.rl.rollouts.tasks import without
 from mlx_parallm.rl.service import TrainingService
@@ -159,7 +160,7 @@ class EnvironmentRollouts:
         """Tasks that were taken before what `settle` returned."""
         return 0 if self._curriculum is None else self._curriculum.settled_tasks
 
-    async def draw(self, groups: int) -> RolloutResult:
+    async def sample(self, groups: int) -> RolloutResult:
         """Takes the next tasks and answers them with the live version."""
         return await self.answer(await self.take(groups), self.live)
 
@@ -174,7 +175,7 @@ class EnvironmentRollouts:
         return await self._rollouts.answer(taken, BASE_ADAPTER.name if version == BASE_ADAPTER else str(version))
 
     async def close(self) -> None:
-        """Call it after every `draw` has ended."""
+        """Call it after every `sample` has ended."""
         if self._inference is not None:
             await self._inference.close()
 

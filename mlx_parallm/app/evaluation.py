@@ -20,12 +20,10 @@ from mlx_parallm.rl.environments import (
     with_system_prompt,
 )
 from mlx_parallm.rl.environments.thread import EnvironmentThread
-from mlx_parallm.rl.evaluation import AnswerSettings, Evaluator
-from mlx_parallm.rl.held_out import HeldOutAnswers, HeldOutEpisodes, HeldOutTask
+from mlx_parallm.rl.evaluation import AnswerSettings, Evaluator, HeldOutAnswers, HeldOutEpisodes, HeldOutTask
 from mlx_parallm.rl.rollouts.episodes import play
 from mlx_parallm.rl.rollouts.tasks import held_out_tasks
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
-from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 
 
 @dataclass(frozen=True, slots=True)

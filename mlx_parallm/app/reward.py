@@ -7,9 +7,9 @@ from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.extras_table import find
 from mlx_parallm.rl.environments import Environment, is_of_episodes
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue, no_reward_model
 from mlx_parallm.rl.scoring.judges import Judge
 from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
+from mlx_parallm.rl.scoring.service import ScorerCatalogue, no_reward_model
 
 
 def reward_of(config: Config) -> RewardSpec | None:

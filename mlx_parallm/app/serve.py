@@ -23,8 +23,7 @@ from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.extras_table import find, needed
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.service import TrainingService
-from mlx_parallm.rl.tracking.history import events_of
-from mlx_parallm.rl.tracking.tracking import Tracking
+from mlx_parallm.rl.tracking import Tracking, recorded_events
 from mlx_parallm.server import request_log
 from mlx_parallm.server.api.conversation import read_templates
 from mlx_parallm.server.backend import Backend
@@ -254,7 +253,7 @@ class IntegratedServer:
         await training.start_adapter(training.default_adapter)
         await training.start_again()
         assert served.run is not None  # a server that trains keeps checkpoints
-        earlier = await asyncio.to_thread(events_of, metrics_file(served.run))
+        earlier = await asyncio.to_thread(recorded_events, metrics_file(served.run))
         training.past.restore(earlier)
         self._tracking = start_tracking(self._config, served.run)
         training.track(self._tracking)

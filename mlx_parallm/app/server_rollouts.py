@@ -12,7 +12,7 @@ from mlx_parallm.config import Config
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.rollouts.answers import group_prefixes, task_number
 from mlx_parallm.rl.rollouts.driver import RolloutDriver
-from mlx_parallm.rl.runs.listing import RUN_TASKS
+from mlx_parallm.rl.runs.record import RUN_TASKS
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import RolloutStatus
@@ -87,7 +87,7 @@ class ServerRollouts:
             environment=self._config.environment or "",
             state=driver.state,
             tasks_taken=self._rollouts.taken,
-            groups_drawn=driver.drawn,
+            groups_drawn=driver.sampled,
             tasks_failed=driver.failed,
             last_failure=driver.last_failure,
             levels=self._rollouts.levels,

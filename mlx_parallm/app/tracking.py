@@ -9,7 +9,7 @@ from pathlib import Path
 from mlx_parallm.adapters.runs import METRICS, Run
 from mlx_parallm.config import Config
 from mlx_parallm.extras_table import needed
-from mlx_parallm.rl.tracking.tracking import JsonlTracker, Tracker, Tracking
+from mlx_parallm.rl.tracking import JsonlTracker, Tracker, Tracking
 
 
 def start_tracking(config: Config, run: Run, log: Path | None = None) -> Tracking:

@@ -29,7 +29,7 @@ from mlx_parallm.rl import divergence
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.runs.record import RunState
 from mlx_parallm.rl.service import TrainingService
-from mlx_parallm.rl.tracking.tracking import Tracking
+from mlx_parallm.rl.tracking import Tracking
 from mlx_parallm.rl.updates import plateau, reports
 
 RunParts = tuple[Config, TrainOptions, TrainView, Served, TrainingService, Tracking]

@@ -25,18 +25,18 @@ from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.environments import answers_of, read_system_prompt
 from mlx_parallm.rl.environments.files import FileTasks
 from mlx_parallm.rl.environments.names import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
+from mlx_parallm.rl.parts import TrainingParts
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.scorers import REWARD_MODEL, RewardSpec
 from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.teachers import Teacher, engine_score
 from mlx_parallm.rl.trajectory_log import TrajectoryLog
-from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
-from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.train.check import gradients
 from mlx_parallm.train.footprint import Footprint
 from mlx_parallm.train.learner import Learner

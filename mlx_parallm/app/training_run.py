@@ -17,10 +17,10 @@ from mlx_parallm.app.build import Served
 from mlx_parallm.app.train_progress import SampleText, TrainOptions, TrainView, run_facts
 from mlx_parallm.config import Action, Config
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
-from mlx_parallm.rl.runs.listing import RUN_STEPS, RUN_TASKS
+from mlx_parallm.rl.runs.record import RUN_STEPS, RUN_TASKS
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import UpdateReport
-from mlx_parallm.rl.tracking.tracking import Record, Tracking
+from mlx_parallm.rl.tracking import Record, Tracking
 from mlx_parallm.rl.updates.run import UNTAUGHT_S
 from mlx_parallm.rl.updates.selection import Chosen
 

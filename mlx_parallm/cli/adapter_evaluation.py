@@ -15,8 +15,7 @@ from mlx_parallm.errors import ConfigError, ParaLLMError
 from mlx_parallm.rl.environments import read_system_prompt
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.evaluation import EvaluationError
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
-from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 from mlx_parallm.rl.status import EvaluationResult
 
 _NAME = "evaluated"

@@ -21,8 +21,8 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.optional_packages import PLOTS
 
 if TYPE_CHECKING:
-    from mlx_parallm.rl.runs.listing import RunSummary
-    from mlx_parallm.rl.runs.metrics import Made
+    from mlx_parallm.rl.runs.record import RunSummary
+    from mlx_parallm.rl.tracking import Made
 
 _FIXED = {
     "server.mode": Setting(Mode.TRAINING_ONLY.value, "mlx_parallm_train"),
@@ -154,7 +154,7 @@ def _closing(config: Config, folder: Path, args: argparse.Namespace, title: str,
         folder: of the run.
         stopped: whether a signal has ended it before its last step.
     """
-    from mlx_parallm.rl.runs.metrics import read_metrics
+    from mlx_parallm.rl.tracking import read_metrics
 
     log = args.log or folder / METRICS
     made = read_metrics(log)
@@ -218,12 +218,12 @@ def list_runs(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: there is no such folder.
     """
-    from mlx_parallm.rl.runs import listing
+    from mlx_parallm.rl.runs.record import list_runs
 
     if args.folder is not None and not args.folder.is_dir():
         raise ConfigError(f"{args.folder} is no folder; name the one that holds runs, or the folder of one run")
     folders = FOLDERS if args.folder is None else (args.folder,)
-    found = [run for folder in folders for run in listing.list_runs(folder)]
+    found = [run for folder in folders for run in list_runs(folder)]
     hint = "mlx_parallm_train makes one" + ("; `mlx_parallm runs DIR` looks elsewhere" if args.folder is None else "")
     none = f"no runs below {' and '.join(map(str, folders))}; {hint}"
     columns = ("run", "state", "steps", "reward", "evaluation", "adapter", "seed", "last update", "why")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from mlx_parallm.app.train_progress import SampleText
-    from mlx_parallm.rl.runs.metrics import Made
+    from mlx_parallm.rl.tracking import Made
 
 # -- the table -------------------------------------------------------------------------------------
 

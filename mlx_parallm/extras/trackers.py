@@ -15,7 +15,7 @@ from typing import Any
 from mlx_parallm.config import TrackerName
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.optional_packages import TENSORBOARD, TRACKIO, WANDB, Extra
-from mlx_parallm.rl.tracking.tracking import Record, Tracker
+from mlx_parallm.rl.tracking import Record, Tracker
 
 PROJECT = "mlx-parallm"
 """The project of all runs, in trackers that have projects."""

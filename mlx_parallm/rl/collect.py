@@ -19,17 +19,15 @@ from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest
 from mlx_parallm.core.trajectories import FeedbackCard, GroupCard, Trajectory
 from mlx_parallm.errors import ConflictError, RequestError, StorageError, UnknownTrajectoryError, shown
 from mlx_parallm.rl.buffer import TrajectoryBuffer
-from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.environments.files import PROBLEM_ID
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.groups import Added, Groups, group_of_episode
-from mlx_parallm.rl.hooks import TrainingHooks
+from mlx_parallm.rl.parts import Changes, TrainingHooks, TrainingParts
 from mlx_parallm.rl.recording import outlived, record
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.scorers import ANSWER, lacks_answer, names_reward, terms_without_answer
 from mlx_parallm.rl.sources import SourceLedger
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.rl.updates.run import AdapterRun
 
 LateFeedback = Callable[[str, float, str, RequestError, Reader], Awaitable[FeedbackCard]]

@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from mlx_parallm.config import Action, DivergenceConfig, LossKind, ResolvedLoss
+from mlx_parallm.config import Action, DivergenceConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.objectives.rewards import RewardTrend
+from mlx_parallm.rl.rewards import RewardTrend
 from mlx_parallm.rl.status import Divergence
-from mlx_parallm.train.data import UpdateOutcome
 
 RECENT = 8
 """Updates that the figures of the next one are compared with."""
@@ -32,7 +31,7 @@ _SHOWN = 8
 """Divergences that the status shows."""
 
 _OF_POLICY = ("kl", "entropy", "length", "reward")
-"""Signals of the policy that drew the samples, which may stay beyond their limits for many updates. Those are
+"""Signals of the policy that sampled the samples, which may stay beyond their limits for many updates. Those are
 reported once, and training pauses for them once. The other signals are of one update, and each update is judged."""
 
 _log = logging.getLogger(__name__)
@@ -90,15 +89,30 @@ _RULES: tuple[tuple[str, str, Callable[[_Figure, float], bool], str], ...] = (
 beyond the limit; and the message."""
 
 
-class DivergenceRules:
-    """The rules for one adapter, and the recent updates that they read. `judge` and `judge_rewards` change nothing.
+class DivergenceWatch:
+    """Judges the updates of one adapter by the rules, and counts and reports what it finds. `judge` and `judge_rewards`
+    change nothing, and may be called on the device thread.
 
     A signal without a limit, or whose metric the update lacks, is not judged. Signals that are compared with recent
-    updates are not judged before there are three of them.
+    updates are not judged before there are three of them. Only updates of a loss that `compares` the policy's own
+    samples are: otherwise numbers that are not finite count alone, since all else is of samples that somebody else may
+    have sampled.
+
+    Attributes:
+        counts: divergences by signal and action.
+        newest: the last divergences, oldest first.
+
+    Args:
+        can_roll_back: says whether there is another version to go back to.
     """
 
-    def __init__(self, config: DivergenceConfig) -> None:
+    def __init__(self, name: str, config: DivergenceConfig, emit: Emit, can_roll_back: Callable[[], bool]) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        self.newest: deque[Divergence] = deque(maxlen=_SHOWN)
+        self._name = name
         self._config = config
+        self._emit = emit
+        self._can_roll_back = can_roll_back
         self._limits = {signal: getattr(config, signal) for signal, *_ in _RULES}
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)
         self._standing: set[str] = set()
@@ -110,23 +124,18 @@ class DivergenceRules:
         self._standing.clear()
 
     def judge(self, metrics: Mapping[str, float], compares: bool = True, skipped: str = "") -> tuple[Divergence, ...]:
-        """What has diverged in an update.
-
-        Args:
-            compares: whether its loss compares the policy's own samples. Otherwise only numbers that are not finite
-                count, since all else is of samples that somebody else may have drawn.
-            skipped: why the update changed nothing, or "".
-        """
+        """What has diverged in an update. `skipped`: why the update changed nothing, or ""."""
         found = [*self._not_finite(metrics, skipped), *(self._beyond(metrics) if compares else ())]
-        return tuple(each for each in found if each.signal not in self._standing)
+        return self._possible(tuple(each for each in found if each.signal not in self._standing))
 
     def judge_rewards(self, trend: RewardTrend) -> Divergence | None:
-        """Whether the rewards have collapsed."""
+        """Whether the rewards have collapsed since the last report of it."""
         reward = self._config.reward
         if reward.limit is None or "reward" in self._standing or not trend.fell_by(reward.limit):
             return None
         fall = (trend.best or 0.0) - (trend.mean or 0.0)
-        return _found("reward", fall, reward.limit, reward.action, f"the running mean reward fell by {fall:.3g}")
+        found = _found("reward", fall, reward.limit, reward.action, f"the running mean reward fell by {fall:.3g}")
+        return self._possible((found,))[0]
 
     def observe(self, metrics: Mapping[str, float], compares: bool = True) -> None:
         """Takes note of an update after it was judged."""
@@ -141,13 +150,31 @@ class DivergenceRules:
         if compares:
             self._recent.append(metrics)
 
-    def observe_rewards(self, trend: RewardTrend) -> None:
-        """Takes note of the trend after it was judged."""
+    def report(self, found: Sequence[Divergence], trend: RewardTrend, live: AdapterRef | None, step: int) -> None:
+        """Reports what was found. `live`: the live version. `step`: optimizer steps of the policy."""
         limit = self._config.reward.limit
         if limit is not None and trend.fell_by(limit):
             self._standing.add("reward")
         else:
             self._standing.discard("reward")
+        for each in found:
+            self.counts[each.signal, each.action] += 1
+            self.newest.append(each)
+            _log.warning("%s diverges (%s): %s", self._name, each.action, each.reason)
+            self._emit(
+                "divergence",
+                adapter=self._name,
+                version=str(live) if live else None,
+                step=step,
+                signal=each.signal,
+                value=each.value,
+                limit=each.limit,
+                action=each.action,
+                reason=each.reason,
+            )
+
+    def _possible(self, found: tuple[Divergence, ...]) -> tuple[Divergence, ...]:
+        return found if self._can_roll_back() else without_rollback(found)
 
     # -- rules -----------------------------------------------------------------------------------
 
@@ -192,68 +219,3 @@ def without_rollback(found: Sequence[Divergence]) -> tuple[Divergence, ...]:
     return tuple(
         replace(each, action=str(instead[each.signal])) if each.action == Action.ROLL_BACK else each for each in found
     )
-
-
-class DivergenceWatch:
-    """Judges updates and rewards by the rules. It counts its findings by signal and action, and emits events.
-
-    Attributes:
-        counts: divergences by signal and action.
-        newest: the last divergences, oldest first.
-
-    Args:
-        can_roll_back: says whether there is another version to go back to.
-    """
-
-    def __init__(self, name: str, config: DivergenceConfig, emit: Emit, can_roll_back: Callable[[], bool]) -> None:
-        self.counts: Counter[tuple[str, str]] = Counter()
-        self.newest: deque[Divergence] = deque(maxlen=_SHOWN)
-        self._rules = DivergenceRules(config)
-        self._name = name
-        self._emit = emit
-        self._can_roll_back = can_roll_back
-
-    def restart(self, recent: Iterable[Mapping[str, float]] = ()) -> None:
-        """See `DivergenceRules.restart`."""
-        self._rules.restart(recent)
-
-    def judge(self, loss: ResolvedLoss, again: bool, outcome: UpdateOutcome) -> tuple[Divergence, ...]:
-        """What has diverged in an update. One that is made `again` was accepted before. It may be called on the device
-        thread while the update is made."""
-        compares = loss.kind is LossKind.POLICY_GRADIENT
-        return () if again else self._possible(self._rules.judge(outcome.metrics, compares, outcome.skipped))
-
-    def judge_rewards(self, trend: RewardTrend) -> Divergence | None:
-        """Whether the rewards have collapsed since the last report of it."""
-        found = self._rules.judge_rewards(trend)
-        return self._possible((found,))[0] if found else None
-
-    def observe(self, loss: ResolvedLoss, outcome: UpdateOutcome) -> None:
-        """Takes note of an update after it was judged."""
-        self._rules.observe(outcome.metrics, loss.kind is LossKind.POLICY_GRADIENT)
-
-    def accept(self, loss: ResolvedLoss, outcome: UpdateOutcome) -> None:
-        """Takes note of an update that has changed the policy."""
-        self._rules.accept(outcome.metrics, loss.kind is LossKind.POLICY_GRADIENT)
-
-    def tell(self, found: Sequence[Divergence], trend: RewardTrend, live: AdapterRef | None, step: int) -> None:
-        """Reports what was found. `live`: the live version. `step`: optimizer steps of the policy."""
-        self._rules.observe_rewards(trend)
-        for each in found:
-            self.counts[each.signal, each.action] += 1
-            self.newest.append(each)
-            _log.warning("%s diverges (%s): %s", self._name, each.action, each.reason)
-            self._emit(
-                "divergence",
-                adapter=self._name,
-                version=str(live) if live else None,
-                step=step,
-                signal=each.signal,
-                value=each.value,
-                limit=each.limit,
-                action=each.action,
-                reason=each.reason,
-            )
-
-    def _possible(self, found: tuple[Divergence, ...]) -> tuple[Divergence, ...]:
-        return found if self._can_roll_back() else without_rollback(found)

@@ -1,16 +1,16 @@
-"""Training events: the stream that clients listen to."""
+"""Training events: the stream that clients listen to, and those that are kept for people to look at."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Protocol
 
 from mlx_parallm.core.readers import EVERYTHING, Reader
-from mlx_parallm.rl.status import TrainingEvent
+from mlx_parallm.rl.status import TrainingEvent, TrainingHistory
 
 _MAX_QUEUED = 256
 """Events that may wait for one listener, and that are kept for those who come back. Older ones are lost."""
@@ -128,3 +128,86 @@ class Listener(AsyncIterator[TrainingEvent]):
         self.end()
         self._events.clear()
         self._lost = 0
+
+
+# ---- what has happened since the run began -------------------------------------------------------
+
+KINDS = frozenset(
+    {
+        "started",
+        "stopped",
+        "paused",
+        "placeholder_logprobs",
+        "resumed",
+        "update",
+        "held",
+        "skipped",
+        "evaluation",
+        "evaluation_failed",
+        "divergence",
+        "plateau",
+        "plateau_ended",
+        "rollback",
+        "checkpoint",
+        "averaged",
+        "comparison_started",
+        "comparison_ended",
+        "lesson_started",
+        "lesson_ended",
+    }
+)
+"""The events that are kept. Those of single trajectories are too many."""
+
+MAX_EVENTS = 2000
+"""Events that are kept of each adapter. Older ones are forgotten."""
+
+
+class EventHistory:
+    """Keeps the newest events of each adapter. Event loop's thread only."""
+
+    def __init__(self, max_events: int = MAX_EVENTS) -> None:
+        self._max = max_events
+        self._kept: defaultdict[str, deque[TrainingEvent]] = defaultdict(deque)
+        self._forgotten: set[str] = set()
+
+    def on_event(self, event: TrainingEvent) -> None:
+        if event.kind in KINDS:
+            for name in _adapters_of(event):
+                self._kept[name].append(event)
+                self._trim(name)
+
+    def restore(self, earlier: Iterable[TrainingEvent]) -> None:
+        """Puts the events of earlier processes, oldest first, before those of this one. Updates that this one has made
+        again after a crash are not repeated."""
+        made_again = {_identity(event) for kept in self._kept.values() for event in kept}
+        for event in reversed([event for event in earlier if _identity(event) not in made_again]):
+            self._kept[str(event.data["adapter"])].appendleft(event)
+        for name in self._kept:
+            self._trim(name)
+
+    def of(self, adapter: str, limit: int, last_event_id: str) -> TrainingHistory:
+        """The newest events of an adapter. `last_event_id`: of the newest event of all adapters."""
+        kept = tuple(self._kept[adapter]) if adapter in self._kept else ()
+        truncated = adapter in self._forgotten or len(kept) > limit
+        return TrainingHistory(adapter, kept[max(0, len(kept) - limit) :], truncated, last_event_id)
+
+    def forget(self, adapter: str) -> None:
+        """Forgets the events of an adapter."""
+        self._kept.pop(adapter, None)
+        self._forgotten.discard(adapter)
+
+    def _trim(self, adapter: str) -> None:
+        kept = self._kept[adapter]
+        while len(kept) > self._max:
+            kept.popleft()
+            self._forgotten.add(adapter)
+
+
+def _adapters_of(event: TrainingEvent) -> set[str]:
+    """The adapters that an event concerns: that of an average, and those that it is of."""
+    members = event.data["adapters"] if event.kind == "averaged" else ()
+    return {str(event.data["adapter"]), *(member.partition("@")[0] for member in members)}
+
+
+def _identity(event: TrainingEvent) -> tuple[object, ...]:
+    return event.kind, event.data.get("version"), event.data.get("step")

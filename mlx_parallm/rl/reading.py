@@ -17,7 +17,7 @@ from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import UnknownTrajectoryError, shown
 from mlx_parallm.rl.buffer import TrajectoryBuffer
-from mlx_parallm.rl.objectives.episodes import token_advantages
+from mlx_parallm.rl.objectives import token_advantages
 from mlx_parallm.rl.recording import LATE, NOT_COUNTED
 from mlx_parallm.rl.trajectories import ABOUT, GroupMember, TrajectoryGroup, TrajectoryState
 

@@ -18,10 +18,9 @@ from mlx_parallm.core.readers import EVERYTHING, Reader
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError, ParaLLMError, UnknownModelError
-from mlx_parallm.rl.changes import Changes
 from mlx_parallm.rl.collect import Collector
-from mlx_parallm.rl.events import EventHub, Listener
-from mlx_parallm.rl.hooks import TrainingHooks
+from mlx_parallm.rl.events import EventHistory, EventHub, Listener
+from mlx_parallm.rl.parts import Changes, TrainingHooks, TrainingParts
 from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.status import (
@@ -32,11 +31,9 @@ from mlx_parallm.rl.status import (
     TrainingStatus,
     UpdateReport,
 )
-from mlx_parallm.rl.tracking.history import EventHistory
-from mlx_parallm.rl.tracking.tracking import Tracking
+from mlx_parallm.rl.tracking import Tracking
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
-from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.rl.updates.run import AdapterRun
 from mlx_parallm.rl.updates.selection import Chosen
 from mlx_parallm.rl.webhook import Webhook
@@ -258,10 +255,12 @@ class TrainingService:
             return TrainingStatus(state="idle", adapter=name, trained=trained)
         status, log = self.loop(name, reader).status(), self.parts.log
         rollouts = self.own_rollouts() if self.own_rollouts and status.adapter == self.default_adapter else None
-        draws = self.trajectories.sampling[status.adapter] > 0 or (rollouts is not None and rollouts.state == "drawing")
+        is_sampling = self.trajectories.sampling[status.adapter] > 0 or (
+            rollouts is not None and rollouts.state == "drawing"
+        )
         return replace(
             status,
-            state="running" if status.state == "idle" and draws else status.state,
+            state="running" if status.state == "idle" and is_sampling else status.state,
             checkpoints=tuple(
                 name
                 for card in self.parts.checkpoints.cards(status.adapter)

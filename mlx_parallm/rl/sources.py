@@ -27,6 +27,11 @@ def source_of(group: TrajectoryGroup, member: GroupMember) -> str:
     return UNRATED if group.scorer is None else SCORERS
 
 
+def sources_of(groups: Iterable[TrajectoryGroup]) -> Counter[str]:
+    """The members that an update has taken, by source."""
+    return Counter(source_of(group, one) for group in groups for one in group.in_state(TrajectoryState.TRAINING))
+
+
 @dataclass(frozen=True, slots=True)
 class SourceReport:
     """What was learnt from one source."""

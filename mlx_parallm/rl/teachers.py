@@ -19,6 +19,7 @@ from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.core.requests import GenerationRequest, PromptScored, SamplingParams, StopParams, WorkClass
 from mlx_parallm.errors import EngineError, ParaLLMError
+from mlx_parallm.rl.objectives import TeacherLogprobs
 from mlx_parallm.rl.rollouts.answers import events_of
 from mlx_parallm.train.data import Datum, UpdateBatch
 
@@ -30,9 +31,6 @@ _log = logging.getLogger(__name__)
 Score = Callable[[tuple[int, ...], int], Awaitable[Sequence[float | None]]]
 """Of a sequence and the number of a token: the logprob of each token from that one on at temperature 1, in nats. There
 may be values of the tokens before it, or None."""
-
-TeacherLogprobs = tuple[tuple[float, ...], ...]
-"""For each sample, the teacher's logprobs of its trained tokens, in nats; empty if the teacher could not score it."""
 
 
 class Teacher:

@@ -43,12 +43,12 @@ class DropReason(StrEnum):
     """Its version is more than `max_staleness` versions old (`AdapterRun.reason_against`)."""
     ZERO_VARIANCE = "zero_variance"
     """There is nothing to learn from the rewards or advantages of its group: mostly, all are equal. It is decided when
-    a group is complete (`GroupSelection.look`) and again by an update (`objectives.batches`, `objectives.signals`)."""
+    a group is complete (`GroupSelection.look`) and again by an update (`objectives.prepare`)."""
     SINGLE = "single"
     """There is no other reward to compare its reward with (as for ZERO_VARIANCE)."""
     LOW_REWARD = "low_reward"
     """The loss is cross_entropy, and the reward does not exceed the threshold (`GroupSelection`,
-    `objectives.batches`)."""
+    `objectives.prepare`)."""
     SCORING_FAILED = "scoring_failed"
     """The scoring function of its group raised, or took too long (`Groups._score`)."""
     TIMEOUT = "timeout"
@@ -247,7 +247,7 @@ class TrajectoryGroup:
         number: order of arrival, assigned by the buffer.
         seen: whether its selection has looked at it since it was complete; see `updates.selection.GroupSelection`.
         observed: whether its rewards are in the adapter's reward trend, though it waits: an update has given it back.
-        divisor: what its advantages were divided by, see `objectives.batches.GroupAdvantages`.
+        divisor: what its advantages were divided by, see `GroupAdvantages`.
 
     Args:
         trajectories: the answers of one request.

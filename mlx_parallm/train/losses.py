@@ -20,7 +20,7 @@ add up to the loss of the update. The factors depend on totals of the whole upda
 is the same however the update is split, which a mean over micro-batches would not be.
 
 To add a loss, add its name, kind and defaults to `config.loss.Algorithm`, and its function and reduction to `LOSSES` at
-the end of this file. The advantages of its data depend on its kind (`rl.objectives.batches.prepare`). The recipe in
+the end of this file. The advantages of its data depend on its kind (`rl.objectives.prepare`). The recipe in
 docs/contributing.md names the tests and pages. The losses of Tinker's clients, which come with each request, are in
 `core.summed`.
 """

@@ -36,7 +36,7 @@ class World:
         self.looks += 1
         return self.is_paused
 
-    async def draw(self, groups: int) -> RolloutResult:
+    async def sample(self, groups: int) -> RolloutResult:
         self.taken += groups
         self.drawing.append(asyncio.get_running_loop().create_future())
         return await self.drawing[-1]

@@ -26,8 +26,7 @@ from mlx_parallm.config import configure
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
 from mlx_parallm.machine import processors
-from mlx_parallm.rl.runs.listing import summarize
-from mlx_parallm.rl.runs.record import RunState
+from mlx_parallm.rl.runs.record import RunState, summarize
 
 pytestmark = pytest.mark.ci
 

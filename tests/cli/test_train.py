@@ -12,7 +12,7 @@ from mlx_parallm.config import Mode
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.rl.status import EvaluationResult, UpdateReport
-from mlx_parallm.rl.tracking.tracking import JsonlTracker, Record
+from mlx_parallm.rl.tracking import JsonlTracker, Record
 
 pytestmark = pytest.mark.ci
 

@@ -22,8 +22,8 @@ from mlx_parallm.cli.train_view import (
     summary,
 )
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.rl.runs.metrics import Made
 from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport
+from mlx_parallm.rl.tracking import Made
 
 FULL = {
     "reward_mean": 0.3125,

@@ -37,9 +37,9 @@ from mlx_parallm.extras.ranks.tensor_parallel import SPLIT_FAMILIES
 from mlx_parallm.model.families import TESTED
 from mlx_parallm.model.tools.formats import FAMILIES, HERMES, OTHER_NAMES
 from mlx_parallm.model.tools.thinking import REASONINGS
+from mlx_parallm.rl.events import MAX_EVENTS
 from mlx_parallm.rl.groups import MAX_PEOPLE
 from mlx_parallm.rl.scoring.builtin import BUILTINS
-from mlx_parallm.rl.tracking.history import MAX_EVENTS
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.selftest.checks import CHECKS
 from mlx_parallm.server.access import LIFETIME_S, Role

@@ -11,11 +11,11 @@ from rl.fakes import FakeLearner, FakePublisher, FakeScorers, set_scores, trajec
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.buffer import TrajectoryBuffer
+from mlx_parallm.rl.checkpoints import PolicyOf
 from mlx_parallm.rl.evaluation import Evaluator
+from mlx_parallm.rl.parts import TrainingParts
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
-from mlx_parallm.rl.updates.checkpoints import PolicyOf
-from mlx_parallm.rl.updates.parts import TrainingParts
 from mlx_parallm.rl.updates.run import AdapterRun
 
 NAME = "math"

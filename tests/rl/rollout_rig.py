@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -69,18 +70,27 @@ class Engine:
 
 
 class Leases:
+    """`held`: the leases of LIVE at the moment."""
+
+    held = 0
+
     @contextmanager
     def lease(self, selector: str | None, key: str | None = None):
-        yield LIVE
+        assert selector == "math"
+        self.held += 1
+        try:
+            yield LIVE
+        finally:
+            self.held -= 1
 
 
 class Rig:
-    """`groups`: the groups that were collected, with their rewards."""
+    """`groups`: the groups that were collected, with their rewards. `ended`: answers and episodes, by task."""
 
     def __init__(self, environment: Environment, answer: Callable[[GenerationRequest], str], **settings: Any) -> None:
-        self.engine, self.thread = Engine(answer), EnvironmentThread()
+        self.engine, self.thread, self.leases = Engine(answer), EnvironmentThread(), Leases()
         self.groups: list[tuple[Sequence[Trajectory], Mapping[str, float]]] = []
-        self.ended = 0
+        self.ended: Counter[int] = Counter()
         options = RolloutSettings(**{"group_size": 2, "max_tokens": 9, "run": "r", "timeout_s": 5.0, **settings})
         draw = None
         if is_of_episodes(environment):
@@ -88,7 +98,7 @@ class Rig:
                 environment, self.thread, self.engine.generate, self._collect, Tokenizer(), options, self._count
             ).sample
         tasks = itertools.islice(environment.tasks(options.seed), options.taken, None)
-        self.rollouts = Rollouts(self.engine.generate, Leases(), Tokenizer(), tasks, options, self._count, draw)
+        self.rollouts = Rollouts(self.engine.generate, self.leases, Tokenizer(), tasks, options, self._count, draw)
 
     async def draw(self, groups: int = 1):
         return await self.rollouts.sample(groups, "math")
@@ -97,8 +107,8 @@ class Rig:
         self.groups.append((turns, rewards))
         return ""
 
-    def _count(self, _: int, ended: int) -> None:
-        self.ended += ended
+    def _count(self, number: int, ended: int) -> None:
+        self.ended[number] += ended
 
 
 @asynccontextmanager

@@ -26,11 +26,11 @@ from mlx_parallm.extras.competition import service as competition
 from mlx_parallm.extras.lessons import record
 from mlx_parallm.extras.people import service as people
 from mlx_parallm.rl.evaluation import Evaluator
+from mlx_parallm.rl.parts import TrainingParts
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.trajectory_log import TrajectoryLog
-from mlx_parallm.rl.updates.parts import TrainingParts
 
 SETTINGS = changed(TRAINING, update_frequency=4, scale_rewards=RewardScale.NONE, max_staleness=9)
 CHECKPOINTING = CheckpointingConfig()

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mlx_parallm.config import Algorithm, LossKind, RewardScale
 from mlx_parallm.core.trajectories import GivenTrajectory
-from mlx_parallm.rl.objectives.batches import ScoredGroup, no_signal, prepare
-from mlx_parallm.rl.objectives.rewards import FEEDBACK_BASELINE, RewardHistory, RunningBaseline
+from mlx_parallm.rl.objectives import ScoredGroup, no_signal, prepare
+from mlx_parallm.rl.rewards import FEEDBACK_BASELINE, RewardHistory, RunningBaseline
 from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode
 from mlx_parallm.train.advantages import GroupAdvantages, group_advantages, reward_range
 

@@ -9,8 +9,8 @@ from configs import TRAINING
 
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.extras.atropos.scored_data import ScoredData, TokenLimits, trajectories_of
-from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives import ScoredGroup, prepare
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import Episode
 
 LIMITS = TokenLimits(context=8, vocabulary=100)

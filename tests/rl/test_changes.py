@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from mlx_parallm.rl.changes import Changes
+from mlx_parallm.rl.parts import Changes
 
 
 async def failing(began: asyncio.Event | None = None, go_on: asyncio.Event | None = None) -> None:

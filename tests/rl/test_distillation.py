@@ -33,8 +33,8 @@ from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import EngineError
 from mlx_parallm.extras.engines.http import EngineServer
 from mlx_parallm.extras.engines.teacher import server_score
-from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives import ScoredGroup, prepare
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.teachers import taught as taught_batch
 from mlx_parallm.rl.trajectories import Episode

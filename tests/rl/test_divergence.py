@@ -14,7 +14,7 @@ from rl.rig import NAME, SETTINGS, Rig, opened, ref, running, settle
 
 from mlx_parallm.config import Action, DivergenceConfig, ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER
-from mlx_parallm.rl.divergence import DivergenceRules
+from mlx_parallm.rl.divergence import DivergenceWatch
 from mlx_parallm.rl.status import UpdateReport
 
 HEALTHY = {
@@ -34,13 +34,17 @@ def acting(signal: str, action: Action, settings: ResolvedTraining = SETTINGS) -
     return settings.model_copy(update={"divergence": settings.divergence.model_copy(update={signal: rule})})
 
 
-def rules_of(course: Sequence[Mapping[str, float]] = (HEALTHY,) * 5) -> DivergenceRules:
-    rules = DivergenceRules(DivergenceConfig())
+def watch(limits: DivergenceConfig | None = None) -> DivergenceWatch:
+    return DivergenceWatch(NAME, limits or DivergenceConfig(), lambda kind, **data: None, lambda: True)
+
+
+def rules_of(course: Sequence[Mapping[str, float]] = (HEALTHY,) * 5) -> DivergenceWatch:
+    rules = watch()
     rules.restart(course)
     return rules
 
 
-def signals(rules: DivergenceRules, **metrics: float) -> list[str]:
+def signals(rules: DivergenceWatch, **metrics: float) -> list[str]:
     return [found.signal for found in rules.judge(HEALTHY | metrics)]
 
 
@@ -85,7 +89,7 @@ def test_the_first_updates_and_imitated_completions_are_compared_with_nothing() 
 
 def test_a_signal_without_a_limit_is_not_judged() -> None:
     none = limited(TRAINING, kl_step=None, ratio=None, kl=None, entropy=None, length=None, reward=None)
-    rules = DivergenceRules(none.divergence)
+    rules = watch(none.divergence)
     rules.restart([HEALTHY | {"kl": 99.0}] * 5)
     wild = {"kl_step": 1e6, "ratio_mean": 1e6, "kl": 1e6, "entropy": 1e-6, "completion_tokens": 1e6}
     assert rules.judge(HEALTHY | wild | {"reward_mean": 0.0}) == ()
@@ -107,7 +111,7 @@ def _known(metrics: Mapping[str, Any]) -> dict[str, float]:
 def test_the_defaults_find_nothing_in_the_healthy_runs_on_record() -> None:
     updates, alarms = 0, []
     for name, course in recorded():
-        rules = DivergenceRules(DivergenceConfig())
+        rules = watch()
         for number, metrics in enumerate(course):
             if "entropy" not in metrics:  # skipped
                 continue

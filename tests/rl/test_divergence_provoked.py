@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from configs import TRAINING, changed
+from rl.test_divergence import watch
 from trainers import everywhere, make_policy, make_trainer
 
 from mlx_parallm.config import DivergenceConfig
-from mlx_parallm.rl.divergence import DivergenceRules
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome, answered
 
 pytestmark = pytest.mark.ci
@@ -31,7 +31,7 @@ class Run:
     def __init__(self, limits: DivergenceConfig | None = None) -> None:
         self.trainer, self.model = make_trainer(USUAL)
         self.policy = make_policy(self.trainer)
-        self.rules = DivergenceRules(limits or DivergenceConfig())
+        self.rules = watch(limits)
         self.random = np.random.default_rng(0)
 
     def draw(self, length: int = LENGTH) -> tuple[list[Datum], dict[str, float]]:

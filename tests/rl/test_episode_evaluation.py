@@ -17,8 +17,7 @@ from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, WorkCla
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.environments.thread import EnvironmentThread
-from mlx_parallm.rl.evaluation import AnswerSettings, EvaluationError, Evaluator
-from mlx_parallm.rl.held_out import HeldOutEpisodes
+from mlx_parallm.rl.evaluation import AnswerSettings, EvaluationError, Evaluator, HeldOutEpisodes
 from mlx_parallm.rl.rollouts.episodes import play
 from mlx_parallm.rl.rollouts.tasks import held_out_tasks
 

@@ -26,7 +26,7 @@ async def test_a_task_becomes_one_group_of_episodes() -> None:
         drawn = await world.draw(2)
         assert (drawn.failures, drawn.faults) == ((), ())
         assert [set(rewards.values()) for _, rewards in world.groups] == [{1.0, 0.5}] * 2
-        assert world.ended == 4
+        assert world.ended.total() == 4
         turns, rewards = world.groups[0]
         assert drawn.tokens == sum(len(turn.completion_ids) for group, _ in world.groups for turn in group)
         assert {turn.group_id for turn in turns} == {"rollout-r-0"}
@@ -224,7 +224,7 @@ async def test_an_episode_that_fails_costs_itself_only(fault, message) -> None:
             True
         ] * 2
         assert message in drawn.faults[0]
-        assert world.ended == 4
+        assert world.ended.total() == 4
         assert world.engine.running == 0
 
 

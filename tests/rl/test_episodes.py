@@ -13,9 +13,8 @@ from mlx_parallm.config import Algorithm, RewardScale
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import FinishReason
 from mlx_parallm.core.trajectories import Trajectory
-from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.episodes import data_of, token_advantages
-from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives import ScoredGroup, data_of, prepare, token_advantages
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode
 from mlx_parallm.train.advantages import GroupAdvantages
 from mlx_parallm.train.data import Datum

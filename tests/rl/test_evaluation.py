@@ -24,8 +24,15 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, StepFailedError
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.evaluation import AnswerSettings, EvaluationError, EvaluationHistory, Evaluator, interval
-from mlx_parallm.rl.held_out import HeldOutAnswers, HeldOutTask
+from mlx_parallm.rl.evaluation import (
+    AnswerSettings,
+    EvaluationError,
+    EvaluationHistory,
+    Evaluator,
+    HeldOutAnswers,
+    HeldOutTask,
+    interval,
+)
 from mlx_parallm.rl.rollouts.tasks import held_out_tasks, without
 from mlx_parallm.rl.status import EvaluationResult
 

@@ -14,7 +14,7 @@ from sample_parts import advantage, answer
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.rl.objectives.episodes import data_of
+from mlx_parallm.rl.objectives import data_of
 from mlx_parallm.rl.trajectories import Episode
 from mlx_parallm.train.data import Datum
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_parallm.rl.events import EventHub
+from mlx_parallm.rl.events import EventHistory, EventHub
 from mlx_parallm.rl.status import TrainingEvent
-from mlx_parallm.rl.tracking.history import EventHistory, events_of
-from mlx_parallm.rl.tracking.tracking import JsonlTracker, Tracking
+from mlx_parallm.rl.tracking import JsonlTracker, Tracking, recorded_events
 
 
 def update(version: int, adapter: str = "tone", status: str = "published", at: float = 7.5) -> TrainingEvent:
@@ -56,9 +55,9 @@ def test_a_restart_finds_the_updates_and_evaluations_of_the_run(tmp_path: Path) 
     tracking.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('[1]\n{"at": 9, "kind": "upd')
-    found = events_of(tmp_path / "metrics.jsonl")
+    found = recorded_events(tmp_path / "metrics.jsonl")
     assert [(event.kind, event.at, event.data) for event in found] == [(each.kind, each.at, each.data) for each in told]
-    assert events_of(tmp_path / "none.jsonl") == []
+    assert recorded_events(tmp_path / "none.jsonl") == []
 
 
 def test_of_a_large_file_the_end_is_read(tmp_path: Path) -> None:
@@ -66,7 +65,7 @@ def test_of_a_large_file_the_end_is_read(tmp_path: Path) -> None:
     for number in range(1, 20):
         tracker.on_event(update(number))
     tracker.close()
-    found = events_of(tmp_path / "metrics.jsonl", max_bytes=500)
+    found = recorded_events(tmp_path / "metrics.jsonl", max_bytes=500)
     assert [event.data["version"] for event in found][-2:] == ["tone@18", "tone@19"]
     assert len(found) < 5
 

@@ -29,9 +29,8 @@ from trainers import (
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.objectives import ScoredGroup, prepare
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import FEEDBACK, DropReason
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.data import Datum, mismatched
@@ -224,7 +223,7 @@ def late(name: str, reward: float) -> ScoredGroup:
 @pytest.mark.parametrize(("opinions", "weights"), [((1, -1, -1, -1), (3.0, 1 / 3)), ((1, -1), (1.5, 0.5))])
 def test_thumbs_up_and_thumbs_down_weigh_the_same_in_sum(opinions: Sequence[int], weights: tuple[float, float]) -> None:
     groups = [late(f"g{number}", opinion) for number, opinion in enumerate(opinions)]
-    made = prepare_signal([*groups, late("undecided", 0.0)], KTO, RewardHistory()).batch.loss
+    made = prepare([*groups, late("undecided", 0.0)], KTO, RewardHistory()).batch.loss
     assert made is not None
     assert (made.kto_desirable_weight, made.kto_undesirable_weight) == pytest.approx(weights)
     liked, disliked = opinions.count(1), opinions.count(-1)
@@ -233,6 +232,6 @@ def test_thumbs_up_and_thumbs_down_weigh_the_same_in_sum(opinions: Sequence[int]
 
 
 def test_thumbs_of_one_kind_have_the_configured_weights() -> None:
-    made = prepare_signal([late("a", -1.0), late("b", -1.0)], KTO, RewardHistory()).batch.loss
+    made = prepare([late("a", -1.0), late("b", -1.0)], KTO, RewardHistory()).batch.loss
     assert made is not None
     assert (made.kto_desirable_weight, made.kto_undesirable_weight) == (1.5, 0.5)

@@ -21,9 +21,9 @@ from mlx_parallm.errors import (
     StepFailedError,
     UnknownModelError,
 )
-from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.updates.pausing import Pausing
+from mlx_parallm.rl.updates.reports import Pausing
 
 
 async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() -> None:

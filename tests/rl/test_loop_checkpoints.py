@@ -21,9 +21,9 @@ from mlx_parallm.errors import (
     StorageError,
     UnknownModelError,
 )
+from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.adapter_training import CHANGE
-from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
 from mlx_parallm.train.policy import PolicySnapshot
 
 

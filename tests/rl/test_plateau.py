@@ -16,9 +16,8 @@ from mlx_parallm.config import PlateauConfig, RewardScale
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import FinishReason
 from mlx_parallm.core.trajectories import Trajectory
-from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
-from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup, prepare
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import TrajectoryGroup
 from mlx_parallm.rl.updates.plateau import Plateau
 
@@ -160,8 +159,8 @@ def of_lengths(*lengths: int, cut_off: Sequence[int] = ()) -> tuple[Trajectory, 
     )
 
 
-def prepared(*groups: ScoredGroup) -> PreparedBatch:
-    return prepare_signal(groups, TRAINING.loss, RewardHistory(), explores=True)
+def prepared(*groups: ScoredGroup) -> PreparedUpdate:
+    return prepare(groups, TRAINING.loss, RewardHistory(), explores=True)
 
 
 def test_of_answers_that_earn_the_same_the_shorter_ones_are_better() -> None:

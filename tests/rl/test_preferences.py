@@ -16,8 +16,8 @@ from trainers import assert_close, gradients, learn, make_policy, make_trainer, 
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import FinishReason
-from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives import ScoredGroup, prepare
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.train.data import Datum
 from mlx_parallm.train.losses import loss, means

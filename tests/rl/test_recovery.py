@@ -61,27 +61,6 @@ def numbers(found: tuple[PolicyChange, ...]) -> list[int]:
     return [change.number for change in found]
 
 
-def test_updates_after_the_checkpoint_are_made_again() -> None:
-    made = changes(Start(), update(1, run_steps=1.0, seen=9.0), update(2, run_steps=2.0), update(3))
-    found = plan(made, StartPoint("main@2", "checkpoint-2", 3))
-    assert (numbers(found.updates), found.last, found.roll_back_to, found.lost, found.is_new) == ([4], 4, "", 0, False)
-    assert plan(made, StartPoint("main@3", "checkpoint-3", 4)).updates == ()
-
-
-def test_without_a_checkpoint_all_of_them_are() -> None:
-    made = changes(Start(), update(1), update(2))
-    assert numbers(plan(made, StartPoint()).updates) == [2, 3]
-    assert plan([], StartPoint()).is_new
-
-
-def test_a_rollback_is_made_again_unless_the_checkpoint_is_the_one() -> None:
-    made = changes(Start(), update(1), update(2), Rollback("checkpoint-1"), update(2))
-    found = plan(made, StartPoint("main@2", "checkpoint-2", 3))
-    assert (found.roll_back_to, numbers(found.updates)) == ("checkpoint-1", [5])
-    found = plan(made, StartPoint("main@1", "checkpoint-1", 2))
-    assert (found.roll_back_to, numbers(found.updates)) == ("", [5])
-
-
 def test_what_started_from_something_that_is_gone_is_lost_and_counted() -> None:
     made = changes(Start(), update(1), Start("main@7"), update(2), update(3))
     found = plan(made, StartPoint("main@1", "checkpoint-1", 2))

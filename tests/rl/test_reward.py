@@ -10,11 +10,10 @@ from rl.scoring_rig import LONG_S, SHORT_S, group
 
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.judges import Judge
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.scorers import RewardSpec, Term, read_reward
-from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 
 SOURCE = """
 import time

@@ -22,10 +22,9 @@ from mlx_parallm.extras.reward_models.folder import RewardModelFolder
 from mlx_parallm.extras.reward_models.learning import RewardModelDevice
 from mlx_parallm.extras.reward_models.model import RewardModel
 from mlx_parallm.extras.reward_models.service import MOST_LOADED, RewardModels
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
-from mlx_parallm.rl.scoring.service import ScoringService
+from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 from mlx_parallm.train.trainer import GRPOTrainer
 
 END = 257

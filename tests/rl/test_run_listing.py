@@ -15,11 +15,10 @@ from mlx_parallm.cli.main import main
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.runs.listing import RunSummary, list_runs, summarize
-from mlx_parallm.rl.runs.metrics import read_metrics
-from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
+from mlx_parallm.rl.runs.record import RunFile, RunState, RunSummary, list_runs, read_record, summarize
 from mlx_parallm.rl.runs.records import PolicyChange, Update
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.tracking import read_metrics
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ import pytest
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.scoring.builtin import BUILTINS
-from mlx_parallm.rl.scoring.catalogue import ScorerCatalogue, _Description
 from mlx_parallm.rl.scoring.gym import TextAsCodeError, dataset, no_code_from_text
 from mlx_parallm.rl.scoring.sample import ScorerInput
 from mlx_parallm.rl.scoring.scorers import Term, load, terms
+from mlx_parallm.rl.scoring.service import ScorerCatalogue, _Description
 
 
 def score(scorer, text, tokens=3, finish_reason="stop", **metadata):
@@ -427,7 +427,7 @@ def test_nothing_is_asked_twice(monkeypatch):
     """A name that is not built in costs a child process once, whether or not it can be used."""
     catalogue, started = ScorerCatalogue(), []
     monkeypatch.setattr(
-        "mlx_parallm.rl.scoring.catalogue._describe",
+        "mlx_parallm.rl.scoring.service._describe",
         lambda name: started.append(name) or _Description((), ("a", "b"), "broken"),
     )
     for _ in range(3):

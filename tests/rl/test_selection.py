@@ -13,7 +13,7 @@ from sample_parts import advantage
 
 from mlx_parallm.config import RewardScale
 from mlx_parallm.core.trajectories import GivenTrajectory
-from mlx_parallm.rl.objectives.rewards import RewardTrend, RunningReward
+from mlx_parallm.rl.rewards import RewardTrend, RunningReward
 from mlx_parallm.rl.runs.records import Feedback
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 

@@ -108,7 +108,7 @@ async def test_a_scorer_that_fails_costs_its_groups_only() -> None:
 
 
 async def test_a_group_that_waits_too_long_makes_do_with_what_it_has() -> None:
-    async with world(changed(SETTINGS, update_frequency=3, feedback_timeout_s=0.01)) as one:
+    async with world(changed(SETTINGS, update_frequency=3, feedback_timeout_s=0.3)) as one:
         alone = await one.request(scorer=None)
         await one.service.trajectories.feedback(alone[0], 1.0)
         three = trajectories("g", BASE_ADAPTER, 3, None)

@@ -18,7 +18,7 @@ from mlx_parallm.config import TrackerName
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.trackers import TrackedRun, check_installed, trackers_of
 from mlx_parallm.rl.status import TrainingEvent
-from mlx_parallm.rl.tracking.tracking import JsonlTracker, Record, Tracking
+from mlx_parallm.rl.tracking import JsonlTracker, Record, Tracking
 
 UPDATE = Record(
     "update", 3, {"loss": 0.5, "grad_norm": math.inf, "eval_mean": 0.25}, {"adapter": "default", "version": 4}, 7.5

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.rl.versions import VersionHistory
+from mlx_parallm.rl.checkpoints import VersionHistory
 
 NAME = "math"
 

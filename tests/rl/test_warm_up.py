@@ -12,10 +12,10 @@ from mlx_parallm.config import Algorithm, LossKind
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import environment
-from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.objectives import prepare
+from mlx_parallm.rl.recording import given_groups
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.rollouts.tasks import PASSES, example, warm_up_batches
-from mlx_parallm.rl.updates.given import given_groups
 
 CONVERSATION = (
     {"role": "user", "content": "2*3?"},
@@ -47,7 +47,7 @@ def test_the_assistants_messages_are_trained_up_to_their_ends() -> None:
     assert text(made.completion_ids) == "calc: 2*3|\n<user>result: 6|\n<assistant>6|"
     trained = [token for token, is_trained in zip(made.completion_ids, made.mask, strict=True) if is_trained]
     assert text(trained) == "calc: 2*3|6|"
-    prepared = prepare_signal(
+    prepared = prepare(
         [replace(group, signal=Signal.CORRECTIONS) for group in given_groups([made])],
         loss_config(Algorithm.GRPO),
         RewardHistory(),

@@ -12,8 +12,8 @@ from sample_parts import advantage, answer, drawn_logprobs
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import FinishReason
-from mlx_parallm.rl.objectives.batches import ScoredGroup, prepare
-from mlx_parallm.rl.objectives.rewards import RewardHistory
+from mlx_parallm.rl.objectives import ScoredGroup, prepare
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.train.data import Datum, SampledSpan, answered
 
 

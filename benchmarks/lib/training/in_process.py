@@ -18,9 +18,8 @@ from mlx_parallm.config import ModelConfig, RLTrainingConfig
 from mlx_parallm.core.requests import CollectionSpec, FinishReason
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.rl.objectives.batches import ScoredGroup
-from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.signals import prepare_signal
+from mlx_parallm.rl.objectives import ScoredGroup, prepare
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import FEEDBACK, Episode
 from mlx_parallm.rl.updates.plateau import Plateau
 from mlx_parallm.train.context import Params
@@ -127,7 +126,7 @@ class InProcess:
         if explores := self._plateau.explores:
             scored += self._plateau.better
         wanted = self.training.update_frequency
-        batch = prepare_signal(scored, self.training.loss, self._history, wanted, explores).batch
+        batch = prepare(scored, self.training.loss, self._history, wanted, explores=explores).batch
         if not batch.teaches:
             return None
         done = self._trainer.begin(self.policy, batch)

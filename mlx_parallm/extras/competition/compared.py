@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConflictError
-from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
+from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.updates.run import AdapterRun
 
 if TYPE_CHECKING:

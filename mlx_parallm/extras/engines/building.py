@@ -22,8 +22,7 @@ from mlx_parallm.extras.engines.sglang import SglangApi
 from mlx_parallm.extras.engines.spread import SpreadEngine
 from mlx_parallm.extras.engines.sync import AdapterSync, WriteAdapter
 from mlx_parallm.model.tokenizer import detokenizer_for
-from mlx_parallm.rl.rollouts.answers import events_of
-from mlx_parallm.rl.rollouts.engine import InferenceEngine
+from mlx_parallm.rl.rollouts.answers import InferenceEngine, events_of
 
 _FOLDER = ".inference"
 """Folder of a run in which adapter versions wait for an outside engine."""

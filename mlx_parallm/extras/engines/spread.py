@@ -13,7 +13,7 @@ from typing import cast
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import Event, GenerationRequest
 from mlx_parallm.errors import EngineError
-from mlx_parallm.rl.rollouts.engine import InferenceEngine
+from mlx_parallm.rl.rollouts.answers import InferenceEngine
 
 _AGAIN_S = 0.5
 

@@ -119,8 +119,8 @@ class Lesson:
             await asyncio.gather(self._examples, return_exceptions=True)
         await self._driver.close()
 
-    async def draw(self, groups: int) -> RolloutResult:
-        """See `rollout_driver.Source`."""
+    async def sample(self, groups: int) -> RolloutResult:
+        """See `GroupSource.sample`."""
         live = self._loop.live
         try:
             drawn = await self._rollouts.sample(groups, BASE_ADAPTER.name if live == BASE_ADAPTER else str(live))

@@ -19,8 +19,7 @@ from mlx_parallm.core.text import TextTokenizer, control_ids, end_id
 from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.reward_models.preferences import Preference
-from mlx_parallm.rl.conversations import Message, read_conversation
-from mlx_parallm.rl.task_files import find_file, read_rows
+from mlx_parallm.rl.task_files import Message, find_file, read_conversation, read_rows
 
 _PROMPTS = ("prompt", "messages", "prompt_messages", "question")
 

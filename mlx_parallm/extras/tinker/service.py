@@ -22,7 +22,7 @@ from mlx_parallm.core.adapters import AdapterRef, check_name
 from mlx_parallm.core.summed import SummedLoss, TargetedTokens
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError
 from mlx_parallm.extras.tinker.records import AdamSettings, Layers, PolicyCard, PolicySpec, PolicyStep, TokenScores
-from mlx_parallm.rl.updates.checkpoints import PolicyCheckpoints
+from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.train.data import PLACEHOLDERS, Datum
 from mlx_parallm.train.learner import Learner
 from mlx_parallm.train.policy import PolicySnapshot

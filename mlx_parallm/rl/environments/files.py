@@ -18,11 +18,10 @@ from typing import Any
 
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError
-from mlx_parallm.rl.conversations import read_conversation
 from mlx_parallm.rl.environments.protocol import Message, Task
 from mlx_parallm.rl.scoring import builtin
 from mlx_parallm.rl.scoring.scorers import ANSWER, REWARD, terms
-from mlx_parallm.rl.task_files import find_file, read_rows
+from mlx_parallm.rl.task_files import find_file, read_conversation, read_rows
 
 PROBLEM_ID = "problem_id"
 """The key of a request's `metadata` for the id of a task."""

@@ -16,17 +16,25 @@ from mlx_parallm.core.requests import (
     RequestFailed,
     RequestFinished,
     SamplingParams,
+    SequenceOutput,
     StopParams,
     WorkClass,
 )
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.tool_text import chat_prompt
+from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import EngineDeadError, EngineError, TrainingFailedError
 from mlx_parallm.rl.environments import Task, with_system_prompt
 from mlx_parallm.rl.environments.thread import in_daemon_thread
+from mlx_parallm.rl.recording import TrajectoryRecorder
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.service import AdapterService
+
+
+from typing import Protocol
+
+from mlx_parallm.core.engine import EngineClient
 
 T = TypeVar("T")
 
@@ -236,5 +244,58 @@ async def events_of(events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]
     raise EngineError("the engine ended a request without a terminal event")
 
 
+async def trajectories_of(request: GenerationRequest, generate: Generate) -> list[list[Trajectory]]:
+    """The trajectories of a request, a group for each prompt in order. They are not collected.
+
+    Raises:
+        Exception: see `events_of`.
+    """
+    recorder = TrajectoryRecorder(request)
+    async for event in events_of(generate(request)):
+        if isinstance(event, SequenceOutput):
+            recorder.add(event)
+    return recorder.groups()
+
+
 def _text(error: object) -> str:
     return str(error) or type(error).__name__
+
+
+# ---- where the samples come from -----------------------------------------------------------------
+#
+# Rollouts ─▶ InferenceEngine ─┬▶ SharedEngine    this process, on the weights that are trained
+#                              └▶ OutsideEngine   a server of its own, which gets the adapter
+
+
+class InferenceEngine(Protocol):
+    """Samples for a training run. Event loop's thread only."""
+
+    async def open(self, adapter: AdapterRef) -> None:
+        """Checks, before the first sample, that the engine can do with this version what training needs.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        """Answers a request with the adapter version that it names; see `core.EngineClient.generate`. Each output has
+        `sampling_logprobs`."""
+
+    async def close(self) -> None:
+        """Leaves nothing behind in the engine. Safe to call after `open` has failed."""
+
+
+class SharedEngine:
+    """The engine of this process. Serving and training are the same arrays, so there is nothing to copy or to send."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    async def open(self, adapter: AdapterRef) -> None:
+        pass
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
+        return self._engine.generate(request)
+
+    async def close(self) -> None:
+        pass

@@ -21,7 +21,6 @@ from mlx_parallm.core.requests import (
     FinishReason,
     GenerationRequest,
     SamplingParams,
-    SequenceOutput,
     StopParams,
     WorkClass,
 )
@@ -33,8 +32,14 @@ from mlx_parallm.core.turns import Closers, continued
 from mlx_parallm.errors import InvalidRequestError, TrainingFailedError
 from mlx_parallm.rl.environments import Answer, EpisodeEnvironment, Message, RolloutError, Task
 from mlx_parallm.rl.environments.thread import EnvironmentThread
-from mlx_parallm.rl.recording import TrajectoryRecorder
-from mlx_parallm.rl.rollouts.answers import Generate, OnSampled, RolloutResult, RolloutSettings, all_ended, events_of
+from mlx_parallm.rl.rollouts.answers import (
+    Generate,
+    OnSampled,
+    RolloutResult,
+    RolloutSettings,
+    all_ended,
+    trajectories_of,
+)
 
 _MAX_TURNS = 100
 """Turns of an episode. A program that asks for ever must end."""
@@ -179,12 +184,8 @@ class EpisodeClient:
             visible_specials=self._tokenizer.tool_format.visible_specials if calls_tools else frozenset(),
             collection=collection,
         )
-        recorder = TrajectoryRecorder(request)
         with self._clock.stopped():
-            async for event in events_of(self._generate(request)):
-                if isinstance(event, SequenceOutput):
-                    recorder.add(event)
-        ((trajectory,),) = recorder.groups()
+            ((trajectory,),) = await trajectories_of(request, self._generate)
         self.turns.append(trajectory)
         return trajectory
 

@@ -18,8 +18,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from mlx_parallm.core.requests import Signal
-from mlx_parallm.rl.runs.opening import TRAJECTORY
-from mlx_parallm.rl.runs.store import LINEAGE_CHANGES, JournalFile, Statements
+from mlx_parallm.rl.runs.store import LINEAGE_CHANGES, TRAJECTORY, JournalFile, Statements
 
 _CHANGES_A_STEP, _ENTRIES_A_STEP = 50, 50
 _REDUCED: Mapping[str, object] = {"groups": [], "teacher_logprobs": None, "reduced": True}

@@ -23,7 +23,6 @@ from typing import TypeVar
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.rl.runs.compaction import compaction
-from mlx_parallm.rl.runs.opening import TRAJECTORY
 from mlx_parallm.rl.runs.records import (
     Fate,
     GroupEntry,
@@ -32,7 +31,7 @@ from mlx_parallm.rl.runs.records import (
     body_to_json,
     trajectory_to_json,
 )
-from mlx_parallm.rl.runs.store import JournalFile, Statements
+from mlx_parallm.rl.runs.store import TRAJECTORY, JournalFile, Statements
 from mlx_parallm.tasks import spawn
 
 T = TypeVar("T")

@@ -106,7 +106,7 @@ class TrainedEpisode:
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """One group of an update, as the update saw it; see `objectives.batches.ScoredGroup`."""
+    """One group of an update, as the update saw it; see `objectives.ScoredGroup`."""
 
     episodes: tuple[TrainedEpisode, ...]
     rewards: tuple[float, ...]
@@ -156,7 +156,7 @@ class Update:
         version: number of that version; None if there is none.
         progress: see `AdapterTraining.progress`. `all_progress`: it has all that there was after the update, and not
             only what the update named.
-        learning_rate: see `objectives.batches.UpdateBatch`.
+        learning_rate: see `UpdateBatch`.
         explores: whether it looked for a way out of a plateau.
         teacher_logprobs: for each sample, those of a teacher; see `teachers.TeacherLogprobs`. None: its loss read none,
             or an older version wrote it.

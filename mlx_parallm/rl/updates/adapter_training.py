@@ -19,22 +19,21 @@ from functools import partial
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
+from mlx_parallm.config import LossKind
 from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, AdapterRef
 from mlx_parallm.core.requests import Signal
+from mlx_parallm.rl.checkpoints import AdapterCheckpoints, TrainedVersion, VersionHistory
 from mlx_parallm.rl.divergence import DivergenceWatch
 from mlx_parallm.rl.evaluation import EvaluationHistory
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.objectives.batches import PreparedBatch, ScoredGroup
-from mlx_parallm.rl.objectives.rewards import RewardHistory
-from mlx_parallm.rl.objectives.signals import prepare_signal, signal_of
+from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup, prepare, signal_of
+from mlx_parallm.rl.parts import TrainingParts
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.runs.replay import StartPoint
 from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport
-from mlx_parallm.rl.teachers import TeacherLogprobs, logprobs_for, taught
-from mlx_parallm.rl.updates.checkpoints import AdapterCheckpoints, TrainedVersion
-from mlx_parallm.rl.updates.parts import TrainingParts
+from mlx_parallm.rl.teachers import logprobs_for, taught
 from mlx_parallm.rl.updates.plateau import Plateau
 from mlx_parallm.rl.updates.reports import UpdateReporter, refusal_of, refusal_of_evaluation
-from mlx_parallm.rl.versions import VersionHistory
 from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 from mlx_parallm.train.policy import PolicySnapshot, PolicyState
 
@@ -58,34 +57,6 @@ class Pace:
 
     trajectories: int
     learning_rate: float | None = None
-
-
-@dataclass(slots=True)
-class PreparedUpdate:
-    """One update that is about to be made.
-
-    Attributes:
-        groups: what it learns from.
-        history: of rewards, with those of these groups.
-        wanted: trajectories that make a whole update; None: all that there are.
-        publish: whether a version is made of it.
-        explores: whether it looks for a way out of a plateau.
-        learning_rate: see `objectives.batches.UpdateBatch`.
-        teacher_logprobs: for each sample, those of a teacher; None: the loss reads none.
-    """
-
-    groups: Sequence[ScoredGroup]
-    batch: PreparedBatch
-    history: RewardHistory
-    wanted: int | None
-    publish: bool
-    explores: bool
-    learning_rate: float | None = None
-    teacher_logprobs: TeacherLogprobs | None = None
-
-    @property
-    def signal(self) -> Signal:
-        return signal_of(self.groups)
 
 
 class AdapterTraining:
@@ -235,10 +206,8 @@ class AdapterTraining:
         self, groups: Sequence[ScoredGroup], wanted: int | None = None, publish: bool = True, explores: bool = False
     ) -> PreparedUpdate:
         """An update on these groups, which all have the same signal; see `PreparedUpdate`."""
-        history = self.rewards.draft()
-        batch = prepare_signal(groups, self._config.loss, history, wanted, explores)
         rate = self.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
-        return PreparedUpdate(groups, batch, history, wanted, publish, explores, rate)
+        return prepare(groups, self._config.loss, self.rewards.draft(), wanted, publish, explores, rate)
 
     async def taught(self, update: PreparedUpdate) -> tuple[UpdateBatch, str]:
         """The batch of an update, with the logprobs of a teacher if its loss reads some. They are asked for unless the
@@ -247,10 +216,10 @@ class AdapterTraining:
         Returns:
             Also why the batch has no samples, if the teacher scored none of them.
         """
-        batch, problem = replace(update.batch.batch, learning_rate=update.learning_rate), ""
+        problem = ""
         if update.teacher_logprobs is None:
-            update.teacher_logprobs, problem = await logprobs_for(self._parts.teacher, batch, self._config.loss)
-        return taught(batch, update.teacher_logprobs), problem
+            update.teacher_logprobs, problem = await logprobs_for(self._parts.teacher, update.batch, self._config.loss)
+        return taught(update.batch, update.teacher_logprobs), problem
 
     async def learn(
         self,
@@ -271,13 +240,17 @@ class AdapterTraining:
         """
         loss, floor, evaluation = batch.loss or self._config.loss, self._config.gate.eval_floor, None
         evaluates_first = floor is not None and not again and self.evaluations.due(self.reports.step + 1)
-        judge = partial(self.watch.judge, loss, again)
+        compares = loss.kind is LossKind.POLICY_GRADIENT
+
+        def judge(outcome: UpdateOutcome) -> tuple[Divergence, ...]:
+            return () if again else self.watch.judge(outcome.metrics, compares, outcome.skipped)
+
         stage = partial(self._stage_on_device, not evaluates_first, judge) if publish else None
         async with self._undone_on_failure():
             outcome, ref = await self._learner.learn(self.name, batch, stage)
             found = judge(outcome)
-            self.watch.tell(found, self.rewards.trend, self.live, self.reports.step)
-            self.watch.observe(loss, outcome)
+            self.watch.report(found, self.rewards.trend, self.live, self.reports.step)
+            self.watch.observe(outcome.metrics, compares)
             if outcome.skipped:
                 skipped = self.reports.skipped(self.live, outcome.skipped, metrics=outcome.metrics)
                 return replace(skipped, divergences=found)
@@ -297,7 +270,7 @@ class AdapterTraining:
             self.progress = {**self.progress, **(progress or {})}
             if ref is not None:
                 self.versions.append(ref)
-            self.watch.accept(loss, outcome)
+            self.watch.accept(outcome.metrics, compares)
             report = self.reports.updated("published" if ref else "trained", ref or self.live, outcome)
             self._evaluated = evaluation
         return replace(report, divergences=found)

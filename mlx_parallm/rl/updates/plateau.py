@@ -1,7 +1,7 @@
 """Plateau: notices that nearly all answers earn the same part of the reward, and keeps the best answers seen so far.
 
 Groups whose rewards are all equal teach nothing. A policy that has learnt to earn a part of the reward with every
-answer stays there, however many updates follow. See `objectives.exploring` for the way out.
+answer stays there, however many updates follow. See `objectives` for the way out.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from itertools import count
 from mlx_parallm.config import PlateauConfig
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.objectives.batches import ScoredGroup
-from mlx_parallm.rl.objectives.episodes import token_deviation
+from mlx_parallm.rl.objectives import ScoredGroup, token_deviation
 
 _ALIKE = 0.9
 """Least share of the answers that earn the highest reward among them."""

@@ -14,12 +14,12 @@ from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
-from mlx_parallm.rl.objectives.batches import ScoredGroup
+from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup
 from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.replay import plan
 from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.rl.trajectories import DropReason, Episode
-from mlx_parallm.rl.updates.adapter_training import AdapterTraining, PreparedUpdate
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
 _LINEAGE = 100
 """Versions of a lineage that are kept. Trajectories of older ones are too stale to be trained on."""
@@ -83,7 +83,7 @@ class PolicyJournal:
                 step=report.step,
                 metrics=dict(report.metrics),
                 progress=dict(self._training.progress),
-                learning_rate=update.learning_rate,
+                learning_rate=update.batch.learning_rate,
                 explores=update.explores,
                 teacher_logprobs=update.teacher_logprobs if changed else None,
                 trend=update.history.trend.observed(),
@@ -169,7 +169,7 @@ class PolicyJournal:
             groups = [_scored(group, known) for group in update.groups]
             self._observe(update, groups)
             made = training.prepare(groups, update.wanted, update.publish, update.explores)
-            made.learning_rate = update.learning_rate
+            made.batch = replace(made.batch, learning_rate=update.learning_rate)
             await training.mark_best()
             if not update.changed_policy:
                 training.rewards.accept(made.history)
@@ -178,7 +178,7 @@ class PolicyJournal:
             await training.evaluate_if_due()  # the version that training starts from
             if update.version is not None:
                 training.number_versions_from(update.version)
-            if (made.batch.batch.loss or self._config.loss).reads_teacher:
+            if (made.batch.loss or self._config.loss).reads_teacher:
                 made.teacher_logprobs = update.teacher_logprobs  # an older version did not write them
             batch, problem = await training.taught(made)
             if not batch.samples:

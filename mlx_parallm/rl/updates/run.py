@@ -24,16 +24,15 @@ from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError, StorageError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.events import Emit
-from mlx_parallm.rl.objectives.batches import Advantages, ScoredGroup
-from mlx_parallm.rl.objectives.signals import loss_of, signal_of
+from mlx_parallm.rl.objectives import Advantages, PreparedUpdate, ScoredGroup, loss_of, signal_of
+from mlx_parallm.rl.recording import check_loss, given_groups
 from mlx_parallm.rl.runs.records import CHANGED
-from mlx_parallm.rl.sources import SourceLedger
+from mlx_parallm.rl.sources import SourceLedger, sources_of
 from mlx_parallm.rl.status import Divergence, EvaluationResult, TrainingStatus, UpdateReport
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.updates.adapter_training import AdapterTraining, Pace, PreparedUpdate
-from mlx_parallm.rl.updates.given import check_loss, given_groups
-from mlx_parallm.rl.updates.pausing import Pausing
+from mlx_parallm.rl.updates.adapter_training import AdapterTraining, Pace
 from mlx_parallm.rl.updates.recovery import PolicyJournal
+from mlx_parallm.rl.updates.reports import Pausing
 from mlx_parallm.rl.updates.selection import Chosen, GroupSelection
 from mlx_parallm.train.advantages import GroupAdvantages
 from mlx_parallm.train.data import PLACEHOLDERS, Datum
@@ -94,7 +93,6 @@ class AdapterRun:
         self._pausing = Pausing(training.name, emit, config.max_skips)
         self._lock = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._untaught = False  # the last update was skipped because the teacher scored none of its samples
         self._warned = False  # of placeholders
 
     @property
@@ -130,11 +128,12 @@ class AdapterRun:
     async def _catch_up(self) -> None:
         """Makes the updates and the checkpoint that are due."""
         while self._due:
+            untaught = False
             async with self.entry(), self._lock:
                 if self._due:  # still true, so no other update has taken the trajectories
                     await self._changes.flush()
-                    await self._update_on(self._selection.take())
-            if self._untaught:
+                    untaught = (await self._update_on(self._selection.take())).given_back
+            if untaught:
                 await asyncio.sleep(UNTAUGHT_S)
         async with self._lock:
             await self.training.save_if_due()
@@ -200,20 +199,21 @@ class AdapterRun:
         self._emit_updating([group.group_id for group in groups], sum(group.trajectories for group in groups))
         reasons: Sequence[DropReason | None] = [DropReason.SKIPPED] * len(groups)
         try:
-            selected = self._selection.selected(groups, chosen)
-            signal, scored = signal_of(selected.scored), [*selected.scored]
-            explores = self._explores(scored)
+            sources = sources_of(groups)
+            earlier, scored = self._selection.scored(groups, chosen)
+            learnt, own = [*earlier, *scored], slice(len(earlier), len(earlier) + len(groups))
+            wanted, explores = self._selection.wanted(signal_of(learnt)), self._explores(learnt)
             if explores:
-                scored += self.training.plateau.better
-            update = self.training.prepare(scored, self._selection.wanted(signal), publish, explores)
-            _note_advantages(groups, selected.of_groups(update.batch.advantages))
+                learnt += self.training.plateau.better
+            update = self.training.prepare(learnt, wanted, publish, explores)
+            _note_advantages(groups, update.advantages[own])
             report = await self._update_of(update, progress)
             if report.status in CHANGED:
-                self._ledger.updated(self.name, selected.sources, report.metrics)
-            if self._untaught:
+                self._ledger.updated(self.name, sources, report.metrics)
+            if report.given_back:
                 self._give_back(groups)
-            reasons = selected.of_groups(_reasons(update, report))
-            report = replace(report, signal=signal, advice=self.training.plateau.advice, given_back=self._untaught)
+            reasons = _reasons(update, report)[own]
+            report = replace(report, signal=update.signal, advice=self.training.plateau.advice)
         except asyncio.CancelledError:
             self._give_back(groups)
             raise
@@ -227,14 +227,14 @@ class AdapterRun:
     ) -> UpdateReport:
         """An update on groups that a client gave."""
         self._emit_updating((), sum(len(episode.turns) for group in groups for episode in group.episodes))
-        return await self._concluded(await self._update_of(self.training.prepare(groups, publish=publish), progress))
+        report = await self._update_of(self.training.prepare(groups, publish=publish), progress)
+        return await self._concluded(replace(report, given_back=False))  # they wait nowhere
 
     async def _update_of(self, update: PreparedUpdate, progress: Mapping[str, float] | None) -> UpdateReport:
         """Makes an update, records it, and responds to what diverged. It is recorded if it was held, skipped or failed,
         too, since its rewards count in their trend. Not if the teacher scored nothing: then its groups wait, and count
         when an update takes them again."""
         training = self.training
-        self._untaught = False
         progress = self.own_progress() if progress is None else progress
         try:
             await training.mark_best()
@@ -242,17 +242,17 @@ class AdapterRun:
                 return instead
             if not update.groups:
                 return training.reports.skipped(training.live, "no_trajectories")
-            if not update.batch.batch.teaches:
-                report = training.reports.skipped(training.live, "no_signal", metrics=update.batch.batch.metrics)
+            if not update.batch.teaches:
+                report = training.reports.skipped(training.live, "no_signal", metrics=update.batch.metrics)
                 await self._record(update, report)
                 return report
-            self._warn_of_placeholders(update.batch.batch.samples)
+            self._warn_of_placeholders(update.batch.samples)
             try:
                 report = await self._learn(update, progress)
             except Exception:  # whatever it is, it is raised again
                 await self._record(update, UpdateReport(training.live, training.reports.step, "skipped", "failed"))
                 raise
-            if not self._untaught:
+            if not report.given_back:
                 await self._record(update, report)
             if report.divergences:
                 await self._respond(report.divergences)
@@ -270,9 +270,9 @@ class AdapterRun:
         training = self.training
         await training.evaluate_if_due()  # the version that training starts from
         batch, problem = await training.taught(update)
-        self._untaught = not batch.samples
-        if self._untaught:
-            return training.reports.skipped(training.live, "no_teacher", problem, metrics=batch.metrics)
+        if not batch.samples:
+            report = training.reports.skipped(training.live, "no_teacher", problem, metrics=batch.metrics)
+            return replace(report, given_back=True)
         return await training.learn(batch, update.publish, progress)
 
     async def _concluded(self, report: UpdateReport) -> UpdateReport:
@@ -325,7 +325,7 @@ class AdapterRun:
         fall = training.watch.judge_rewards(training.rewards.trend)
         if fall is None:
             return None
-        training.watch.tell([fall], training.rewards.trend, training.live, training.reports.step)
+        training.watch.report([fall], training.rewards.trend, training.live, training.reports.step)
         if fall.action == Action.TELL:
             return None
         await self._respond([fall])
@@ -564,7 +564,7 @@ class AdapterRun:
 
 def _reasons(update: PreparedUpdate, report: UpdateReport) -> list[DropReason | None]:
     """For each group of an update, why it was not trained on; None: it was."""
-    return [reason or _DROP_REASONS[report.status] for reason in update.batch.drop_reasons]
+    return [reason or _DROP_REASONS[report.status] for reason in update.drop_reasons]
 
 
 def _note_advantages(groups: Sequence[TrajectoryGroup], advantages: Sequence[Advantages]) -> None:

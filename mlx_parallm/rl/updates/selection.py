@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
-from typing import TypeVar
 
 from mlx_parallm.config import LossKind, ResolvedTraining
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.rl.buffer import TrajectoryBuffer
-from mlx_parallm.rl.objectives.batches import ScoredGroup
-from mlx_parallm.rl.sources import source_of
+from mlx_parallm.rl.objectives import ScoredGroup
 from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, GroupKey, GroupMember, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 
@@ -22,30 +18,7 @@ REFILLS = 3
 Chosen = Callable[[str], bool]
 """Whether an update takes the group of this id."""
 
-T = TypeVar("T")
-
 _SIGNALS = tuple(Signal)
-
-
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """What one update takes.
-
-    Attributes:
-        groups: taken from the buffer.
-        scored: what the update learns from: first groups that were dropped without a signal since the last update,
-            whose rewards count in its metrics; then `groups`.
-        sources: the members of `groups`, by where their signal came from.
-    """
-
-    groups: Sequence[TrajectoryGroup]
-    scored: Sequence[ScoredGroup]
-    sources: Counter[str]
-
-    def of_groups(self, values: Sequence[T]) -> Sequence[T]:
-        """The part of `values`, one for each of `scored`, that is about `groups`."""
-        first = len(self.scored) - len(self.groups)
-        return values[first : first + len(self.groups)]
 
 
 class GroupSelection:
@@ -170,15 +143,19 @@ class GroupSelection:
                 self._buffer.give_back(group)
         return tuple(group for group in ready if group.taken)
 
-    def selected(self, groups: Sequence[TrajectoryGroup], chosen: Chosen) -> Selected:
+    def scored(
+        self, groups: Sequence[TrajectoryGroup], chosen: Chosen
+    ) -> tuple[Sequence[ScoredGroup], Sequence[ScoredGroup]]:
         """What an update of these groups learns from. If the loss imitates, trajectories with a low reward are dropped.
 
         `chosen`: which groups without a signal count for this update. The others count for a later one.
+
+        Returns:
+            Groups that were dropped without a signal since the last update, whose rewards count in its metrics; and
+            `groups`, in order.
         """
-        taken = (source_of(group, one) for group in groups for one in group.in_state(TrajectoryState.TRAINING))
-        sources = Counter(taken)
         if groups and groups[0].signal is not Signal.REWARDS:
-            return Selected(groups, [_of_people(group) for group in groups], sources)
+            return (), [_of_people(group) for group in groups]
         if self._imitates:
             for group in groups:
                 self._drop_low(group)
@@ -190,7 +167,7 @@ class GroupSelection:
                     self._observe_plateau(each)
             group.observed = False
         counted = [key for key in self._without_signal if chosen(key[1])]
-        return Selected(groups, [*(self._without_signal.pop(key) for key in counted), *scored], sources)
+        return [self._without_signal.pop(key) for key in counted], scored
 
     def _ready(self, signal: Signal) -> Sequence[TrajectoryGroup]:
         return self._buffer.ready(self._training.name, signal)

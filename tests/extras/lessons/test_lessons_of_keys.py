@@ -15,8 +15,7 @@ from mlx_parallm.extras.lessons import service as module
 from mlx_parallm.extras.lessons.cards import LessonOutcome
 from mlx_parallm.extras.lessons.record import write_lesson
 from mlx_parallm.extras.lessons.service import Lessons
-from mlx_parallm.rl.changes import Changes
-from mlx_parallm.rl.hooks import TrainingHooks
+from mlx_parallm.rl.parts import Changes, TrainingHooks
 
 ACME = Reader("acme", sees=lambda name: name.startswith("acme"))
 BOSS = Reader("boss", reads_all=True)

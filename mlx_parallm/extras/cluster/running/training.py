@@ -104,7 +104,7 @@ class ClusterTraining:
 
 class ClusterEngine:
     """Draws the samples of a training run at the head of the cluster, which spreads them over all nodes. Implements
-    `rl.rollouts.engine.InferenceEngine`.
+    `rl.rollouts.answers.InferenceEngine`.
 
     Args:
         url: the address of the head.

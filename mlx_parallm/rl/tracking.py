@@ -9,13 +9,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from mlx_parallm.rl.status import TrainingEvent
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.rl.status import TrainingEvent, UpdateReport, UpdateStatus
 
 _MAX_QUEUED = 1000
 """Records that may wait for one tracker. Further ones are lost, and counted."""
@@ -176,3 +177,96 @@ class _Worker:
         self.failures += 1
         if self.failures == 1:
             _log.warning("tracker %s fails, and training goes on: %s", self.name, why)
+
+
+# ---- what a run has made, from its metrics.jsonl -------------------------------------------------
+
+_NO_METRICS = frozenset({"at", "step", "optimizer_step", "version"})
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A line of the file: an update, or the evaluation of the version that a run starts from.
+
+    `step`: of the run. `at`: Unix time. `report`: it has the figures; its other fields are those of an update.
+    """
+
+    step: int
+    at: float
+    report: UpdateReport
+    is_update: bool = True
+
+
+def read_metrics(file: Path, max_bytes: int | None = None) -> list[Made]:
+    """The lines of the file by their steps, an evaluation before the update of its step. Of what was made again after a
+    crash, the last. No lines if there is no file, and none for what is no record, such as a line that is cut off.
+
+    Args:
+        max_bytes: read so much of the file's end; None: all of it.
+    """
+    found = {(made.step, made.is_update): made for made in map(_made, _lines(file, max_bytes)) if made is not None}
+    return [made for _, made in sorted(found.items())]
+
+
+def _lines(file: Path, max_bytes: int | None) -> Iterator[bytes]:
+    try:
+        with file.open("rb") as lines:
+            if max_bytes is not None:
+                lines.seek(max(0, lines.seek(0, os.SEEK_END) - max_bytes))
+            yield from lines
+    except OSError:
+        return
+
+
+def _made(line: bytes) -> Made | None:
+    try:
+        record = json.loads(line)
+        return Made(int(record["step"]), float(record["at"]), _report(record), record["kind"] != "evaluation")
+    except (ValueError, TypeError, LookupError):
+        return None
+
+
+def _report(record: Mapping[str, Any]) -> UpdateReport:
+    name, version = record.get("adapter"), record.get("version")
+    metrics = {name: float(value) for name, value in record.items() if _is_metric(name, value)}
+    return UpdateReport(
+        AdapterRef(name, version) if isinstance(name, str) and isinstance(version, int) else None,
+        int(record.get("optimizer_step", record["step"])),
+        cast(UpdateStatus, record.get("status", record["kind"])),
+        str(record.get("reason", "")),
+        metrics,
+        record.get("checkpoint"),
+    )
+
+
+def _is_metric(name: str, value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and name not in _NO_METRICS
+
+
+EVENTS_BYTES = 8 * 1024 * 1024
+"""The part of the end of the file that `recorded_events` reads."""
+
+
+def recorded_events(file: Path, max_bytes: int = EVENTS_BYTES) -> list[TrainingEvent]:
+    """The lines of the file as the events that they record, oldest first; of a large file, those at its end. What is no
+    record is left out. Reads a file, so call it in a worker thread."""
+    return [event for line in _lines(file, max_bytes) if (event := _event(line)) is not None]
+
+
+def _event(line: bytes) -> TrainingEvent | None:
+    """The event of which `Tracking.on_event` has made a line; None if the line is no record."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("adapter"), str) or "at" not in record:
+        return None
+    version, status = record.get("version"), record.get("status")
+    kind = status if status in ("held", "skipped") else "update"
+    data = {
+        **{name: record[name] for name in ("adapter", "status", "reason") if name in record},
+        "version": None if version is None else f"{record['adapter']}@{version}",
+        "step": record.get("optimizer_step", record.get("step", 0)),
+        "metrics": {name: value for name, value in record.items() if isinstance(value, float) and name != "at"},
+    }
+    return TrainingEvent("evaluation" if record.get("kind") == "evaluation" else kind, float(record["at"]), data)
