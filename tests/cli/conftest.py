@@ -17,11 +17,13 @@ def _no_settings_from_outside(monkeypatch):
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Answers from `server.answers` {path: body or (status, body)}, to who has the key `k`; keeps what was posted."""
+    """Answers from `server.answers` {path: body, (status, body), or a function that makes one of them from what was
+    posted}, to who has the key `k`; keeps what was posted."""
 
-    def do_GET(self):
+    def do_GET(self, posted=None):
         allowed = self.headers["Authorization"] == "Bearer k"
         answer = self.server.answers.get(self.path, (404, b"")) if allowed else (401, b"")
+        answer = answer(posted) if callable(answer) else answer
         status, body = answer if isinstance(answer, tuple) else (200, answer)
         self.send_response(status)
         self.end_headers()
@@ -30,7 +32,7 @@ class Answers(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.posted.append((self.path, self.headers["Content-Type"], body))
-        self.do_GET()
+        self.do_GET(body)
 
     def log_message(self, *args):
         pass

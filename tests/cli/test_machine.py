@@ -75,12 +75,19 @@ def test_pull_downloads_what_a_server_needs_of_a_model(hub):
     assert sorted(os.listdir(pulled["where"])) == ["config.json", "model.safetensors"]
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_completion_knows_the_flags(shell, capsys):
-    assert main(["completion", shell, "--program", "mlx_parallm_serve"]) == 0
-    printed = capsys.readouterr().out
-    assert "mlx_parallm_serve" in printed
-    assert "max-batch-size" in printed
+@pytest.mark.parametrize(
+    ("argv", "flags"),
+    [
+        (["bash"], ("--enable-rl-training", "--steps", "--replace", "--only-tiny")),
+        (["zsh", "--program", "mlx_parallm_train"], ("--prompts-per-step",)),
+        (["zsh", "--program", "mlx_parallm_serve"], ("--max-batch-size",)),
+        (["tcsh", "--program", "mlx_parallm_serve"], ("max-batch-size",)),
+    ],
+)
+def test_completion_knows_the_flags_of_every_command(argv, flags, capsys):
+    assert main(["completion", *argv]) == 0
+    script = capsys.readouterr().out
+    assert [flag for flag in flags if flag not in script] == []
 
 
 def test_bash_completes_commands_and_flags(capsys, tmp_path):

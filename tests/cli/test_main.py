@@ -406,14 +406,3 @@ def test_mistyped_adapter_command_exits_2(merged, capsys, argv, message):
 def test_adapters_alone_prints_its_commands(capsys):
     assert main(["adapters"]) == 2
     assert {"list", "load", "unload", "merge", "average"} <= set(capsys.readouterr().out.split())
-
-
-def test_completion_knows_the_flags_of_every_command(capsys):
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    assert {
-        flag for flag in ("--enable-rl-training", "--steps", "--replace", "--only-tiny") if flag not in script
-    } == set()
-    assert main(["completion", "zsh", "--program", "mlx_parallm_train"]) == 0
-    assert "--prompts-per-step" in capsys.readouterr().out
-    assert main(["completion", "bash", "--program", "other"]) == 2
