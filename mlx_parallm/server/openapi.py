@@ -97,7 +97,10 @@ def describe(app: FastAPI, routes: Iterable[Endpoint], strict_fields: bool) -> d
         schemas = document["components"]["schemas"]
         for route in routes:
             for method in (route.methods or ()) if route.include_in_schema else ():
-                schemas |= _complete(document["paths"][route.path_format][method.lower()], route, strict_fields)
+                parts = _complete(document["paths"][route.path_format][method.lower()], route, strict_fields)
+                # A part of several bodies allows undeclared fields if one of them does, whatever their order.
+                is_open = {name for name in parts if schemas.get(name, {}).get("additionalProperties") is True}
+                schemas |= {name: schema for name, schema in parts.items() if name not in is_open}
         for unused in ("HTTPValidationError", "ValidationError", "AdapterRef"):
             schemas.pop(unused, None)
         document["components"]["responses"] = errors = {}

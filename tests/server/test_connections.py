@@ -32,6 +32,14 @@ async def opened(server, raw):
     return reader, writer
 
 
+async def refused(server, raw):
+    """Status, headers and error of the answer to these bytes, after which the server closes."""
+    reader, writer = await opened(server, raw)
+    answer = await answer_of(reader)
+    writer.close()
+    return answer
+
+
 async def answer_of(reader):
     """Status, headers and error of an answer after which the server closes."""
     raw = await asyncio.wait_for(reader.read(), PATIENCE_S)
@@ -41,11 +49,9 @@ async def answer_of(reader):
 
 async def test_headers_that_never_end_are_answered_and_closed(serving):
     async with serving(header_timeout=0.2) as server:
-        reader, writer = await opened(server, BEGUN)
-        status, head, error = await answer_of(reader)
+        status, head, error = await refused(server, BEGUN)
         assert (status, error["code"]) == (408, "header_timeout")
         assert b"connection: close" in head
-        writer.close()
 
 
 async def test_a_drip_of_headers_does_not_restart_the_clock(serving):
@@ -90,12 +96,10 @@ async def test_an_answer_may_take_longer_than_headers_and_body(serving, engine):
 @pytest.mark.parametrize("length", [20, 200_000], ids=["small", "large"])
 async def test_a_body_that_never_ends_is_answered_and_closed(serving, engine, length):
     async with serving(body_timeout=0.2) as server:
-        reader, writer = await opened(server, HEAD + f'Content-Length: {length}\r\n\r\n{{"prompt":'.encode())
-        status, head, error = await answer_of(reader)
+        status, head, error = await refused(server, HEAD + f'Content-Length: {length}\r\n\r\n{{"prompt":'.encode())
         assert (status, error["code"]) == (408, "body_timeout")
         assert b"connection: close" in head
         assert not engine.requests
-        writer.close()
 
 
 def endless(engine, text):
@@ -156,11 +160,9 @@ async def test_beyond_the_connections_that_are_busy_a_new_one_gets_503(serving, 
         request = HEAD + f"Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n".encode() + raw
         busy = [await opened(server, request) for _ in range(2)]
         await eventually(lambda: len(engine.live) == 2)
-        reader, writer = await opened(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        status, head, error = await answer_of(reader)
+        status, head, error = await refused(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert (status, error["code"]) == (503, "too_many_connections")
         assert b"retry-after" in head
-        writer.close()
         engine.go_on.set()
         for reader, writer in busy:
             assert b"200 OK" in await asyncio.wait_for(reader.read(), PATIENCE_S)
@@ -196,9 +198,7 @@ async def test_a_body_that_ends_in_two_ways_is_refused_and_hides_no_request(serv
     hidden = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n"
     both = b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
     async with serving() as server:
-        reader, writer = await opened(server, HEAD + both + hidden)
-        status, head, error = await answer_of(reader)
-        writer.close()
+        status, head, error = await refused(server, HEAD + both + hidden)
     assert (status, error["code"]) == (400, "ambiguous_body_length")
     assert b"connection: close" in head
     assert not engine.requests
@@ -254,9 +254,7 @@ async def test_a_form_that_does_not_arrive_is_answered_in_time(serving, monkeypa
     monkeypatch.setattr(login, "FORM_TIMEOUT_S", 0.1)
     async with serving(api_key="k") as server:
         begun = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nOrigin: %s\r\n" % (server.port, server.url.encode())
-        reader, writer = await opened(server, begun + b"Content-Length: 4000\r\n\r\nkey=")
-        status, _, error = await answer_of(reader)
-        writer.close()
+        status, _, error = await refused(server, begun + b"Content-Length: 4000\r\n\r\nkey=")
     assert (status, error["code"]) == (408, "body_timeout")
 
 

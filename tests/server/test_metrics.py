@@ -90,26 +90,18 @@ async def test_what_each_version_served(client, engine, adapters, metric, math):
 
 
 async def test_versions_that_are_gone_lose_their_series(client, adapters):
+    """Their counts go too, though nobody scrapes meanwhile."""
     for _ in range(50):
         ref = adapters.publish("math")
         await client.post(URL, json={"prompt": "x", "model": "math"})
         await client.post(URL, json={"prompt": "x"})
         for old in [known for known in adapters.known if known != ref]:
             del adapters.known[old]
+    assert len(client.app.state.services.metrics.adapters._served) <= 3
     text = await exposition(client)
     assert text.count("mlx_parallm_adapter_requests_total{") == 2
     assert f'mlx_parallm_adapter_requests_total{{adapter="math",{MODEL},version="50"}} 1.0\n' in text
     assert f'mlx_parallm_adapter_requests_total{{adapter="base",{MODEL},version="0"}} 50.0\n' in text
-
-
-async def test_tallies_are_dropped_though_nobody_scrapes(client, adapters):
-    for _ in range(50):
-        ref = adapters.publish("math")
-        await client.post(URL, json={"prompt": "x", "model": "math"})
-        for old in [known for known in adapters.known if known != ref]:
-            del adapters.known[old]
-    assert ref.version == 50
-    assert len(client.app.state.services.metrics.adapters._served) <= 2
 
 
 async def test_a_version_unloaded_in_mid_request_does_not_come_back(client, engine, adapters, math):
@@ -129,40 +121,62 @@ def filled(histogram, *values):
     return histogram
 
 
-async def test_decode_gaps_as_prometheus_counts_them(client, engine):
-    engine.state["decode_gaps"] = filled(Histogram.of(0.5, 1.0, 2.0), 0.25, 0.5, 1.5, 4.0)
+SHARES = """\
+# TYPE mlx_parallm_training_share histogram
+mlx_parallm_training_share_bucket{le="0.1"} 1.0
+mlx_parallm_training_share_bucket{le="0.2"} 3.0
+mlx_parallm_training_share_bucket{le="+Inf"} 3.0
+mlx_parallm_training_share_count 3.0
+mlx_parallm_training_share_sum 0.3125
+"""
+
+
+def gauge(name, value, labels=""):
+    """The lines of a gauge that has one sample."""
+    return f"# TYPE mlx_parallm_{name} gauge\nmlx_parallm_{name}{labels} {value}\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        (
+            {"decode_gaps": filled(Histogram.of(0.5, 1.0, 2.0), 0.25, 0.5, 1.5, 4.0)},
+            [GAPS, gauge("decode_gap_largest_seconds", 4.0)],
+        ),
+        ({"training_shares": filled(Histogram.of(0.1, 0.2), 0.0625, 0.125, 0.125)}, [SHARES]),
+        (
+            {"schedule": DeviceSchedule(0.5, 0.25), "training_share": 0.375},
+            [
+                gauge("training_share_now", 0.375),
+                gauge("training_share_target", 0.5),
+                gauge("decode_stall_budget_seconds", 0.25),
+            ],
+        ),
+        (
+            {"kv_bytes_held": 10, "kv_bytes_budget": 40, "kv_bytes_cached": 20},
+            [
+                gauge("kv_cache_usage_perc", 0.25, f"{{{MODEL}}}"),
+                gauge("kv_cache_bytes_held", 10.0, f"{{{MODEL}}}"),
+                gauge("kv_cache_bytes_cached", 20.0, f"{{{MODEL}}}"),
+            ],
+        ),
+        (
+            {"memory_bytes": {"rows": 10, "adapters": 7}},
+            ['mlx_parallm_memory_bytes{account="rows"} 10.0\n', 'mlx_parallm_memory_bytes{account="adapters"} 7.0\n'],
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+async def test_figures_of_the_engine(client, engine, state, shown):
+    engine.state |= state
     text = await exposition(client)
-    assert GAPS in text
-    assert "mlx_parallm_decode_gap_largest_seconds 4.0\n" in text
+    assert [lines for lines in shown if lines not in text] == []
 
 
-async def test_training_shares(client, engine, metric):
-    engine.state["training_shares"] = filled(Histogram.of(0.1, 0.2), 0.0625, 0.125, 0.125)
-    text = await exposition(client)
-    assert "# TYPE mlx_parallm_training_share histogram\n" in text
-    for bound, count in (("0.1", 1), ("0.2", 3), ("+Inf", 3)):
-        assert await metric(client, f'mlx_parallm_training_share_bucket{{le="{bound}"}}') == count
-    assert await metric(client, "mlx_parallm_training_share_count") == 3
-    assert await metric(client, "mlx_parallm_training_share_sum") == 0.3125
-
-
-async def test_the_schedule_and_the_last_window(client, engine):
-    engine.state |= {"schedule": DeviceSchedule(0.5, 0.25), "training_share": 0.375}
-    text = await exposition(client)
-    for name, value in (
-        ("training_share_now", 0.375),
-        ("training_share_target", 0.5),
-        ("decode_stall_budget_seconds", 0.25),
-    ):
-        assert f"# TYPE mlx_parallm_{name} gauge\nmlx_parallm_{name} {value}\n" in text
-
-
-async def test_cached_prefixes_are_not_memory_in_use(client, engine):
-    engine.state |= {"kv_bytes_held": 10, "kv_bytes_budget": 40, "kv_bytes_cached": 20}
-    text = await exposition(client)
-    for name, value in (("kv_cache_usage_perc", 0.25), ("kv_cache_bytes_held", 10.0), ("kv_cache_bytes_cached", 20.0)):
-        assert f"# TYPE mlx_parallm_{name} gauge\nmlx_parallm_{name}{{{MODEL}}} {value}\n" in text
-    assert (await client.get("/debug/state")).json()["engine"]["kv_bytes_cached"] == 20
+async def test_memory_is_in_the_state_for_debugging_too(client, engine):
+    engine.state |= {"kv_bytes_cached": 20, "memory_bytes": {"rows": 10, "adapters": 7}}
+    shown = (await client.get("/debug/state")).json()["engine"]
+    assert (shown["kv_bytes_cached"], shown["memory_bytes"]) == (20, {"rows": 10, "adapters": 7})
 
 
 async def test_every_base_model_has_series_of_its_own(client, engine, metric):
@@ -174,14 +188,6 @@ async def test_every_base_model_has_series_of_its_own(client, engine, metric):
             assert await metric(client, f"{prefix}num_requests_running{label}") == n
             assert await metric(client, f"{prefix}prompt_tokens_total{label}") == 10 * n
     assert (await client.get("/debug/state")).status_code == 200
-
-
-async def test_memory_by_what_holds_it(client, engine):
-    engine.state |= {"memory_bytes": {"rows": 10, "adapters": 7}}
-    text = await exposition(client)
-    assert 'mlx_parallm_memory_bytes{account="rows"} 10.0' in text
-    assert 'mlx_parallm_memory_bytes{account="adapters"} 7.0' in text
-    assert (await client.get("/debug/state")).json()["engine"]["memory_bytes"] == {"rows": 10, "adapters": 7}
 
 
 @pytest.mark.parametrize("training", [None])
