@@ -66,11 +66,6 @@ def _completion(args: Namespace) -> int:
 _SERVE, _TRAIN = later("serve", "serve"), later("train", "train")
 _SERVE_HELP = "Serve a model and its LoRA adapters to OpenAI clients, many at once."
 _TRAIN_HELP = "Train an adapter on the tasks of an environment, without clients and without a server."
-_BENCH_HELP = "Measure how fast a server is, this or another one with OpenAI's API; with --report, this machine."
-_ADAPTERS_HELP = "Manage the LoRA adapters of a running server; merge, convert or average adapters."
-_RUNS_HELP = "List the training runs below a folder: state, steps, rewards, and why each ended."
-_PULL_HELP = "Download a model from the hub, so that a server starts with it at once."
-_TOKENIZER_HELP = "Write the tokenizer of a model for clients that tokenise by themselves."
 _COMMANDS = (
     ("serve", _SERVE_HELP, _SERVE),
     ("train", _TRAIN_HELP, _TRAIN),
@@ -79,17 +74,33 @@ _COMMANDS = (
     ("ps", "Show what a running server is doing.", later("status", "ps")),
     ("usage", "Show what the keys of a running server have used.", later("status", "usage")),
     ("keys", "Make, list and remove the named keys of a server.", later("keys", "COMMANDS")),
-    ("bench", _BENCH_HELP, later("bench", "bench")),
+    (
+        "bench",
+        "Measure how fast a server is, this or another one with OpenAI's API; with --report, this machine.",
+        later("bench", "bench"),
+    ),
     ("training", "Watch and control the training of a running server.", later("training", "COMMANDS")),
-    ("adapters", _ADAPTERS_HELP, later("adapters", "COMMANDS")),
+    (
+        "adapters",
+        "Manage the LoRA adapters of a running server; merge, convert or average adapters.",
+        later("adapters", "COMMANDS"),
+    ),
     ("reward-model", "Train a reward model on preferences. Needs no server.", later("reward_model", "train")),
-    ("runs", _RUNS_HELP, later("train", "list_runs")),
+    (
+        "runs",
+        "List the training runs below a folder: state, steps, rewards, and why each ended.",
+        later("train", "list_runs"),
+    ),
     ("version", "Print the versions to give in a bug report.", later("machine", "version")),
     ("doctor", "Check the device and its speed, or test the engine on it.", later("machine", "doctor")),
     ("list", "List the models on this machine.", later("models", "list_models")),
     ("check", "Compare a model's first layers with mlx-lm: batches, adapters, gradients.", later("models", "check")),
-    ("pull", _PULL_HELP, later("models", "pull")),
-    ("tokenizer", _TOKENIZER_HELP, later("models", "TOKENIZER")),
+    ("pull", "Download a model from the hub, so that a server starts with it at once.", later("models", "pull")),
+    (
+        "tokenizer",
+        "Write the tokenizer of a model for clients that tokenise by themselves.",
+        later("models", "TOKENIZER"),
+    ),
     ("service", "Run a server from login on, without a terminal. On macOS.", later("service", "COMMANDS")),
     ("completion", "Print a script by which a shell completes arguments.", _completion),
 )

@@ -51,20 +51,6 @@ class Service:
     environment: Mapping[str, str]
     stop_s: int
 
-    @classmethod
-    def of(
-        cls, python: str, config: Path | None, folder: Path, log: Path, environment: Mapping[str, str], drain_s: float
-    ) -> Service:
-        """The service that runs `mlx_parallm serve` with a configuration file; None: with the defaults.
-
-        Args:
-            python: the interpreter of the environment in which this package is installed.
-            drain_s: how long requests may take to finish after it is told to stop.
-        """
-        chosen = () if config is None else ("--config", str(config))
-        command = (python, "-m", "mlx_parallm", "serve", *chosen)
-        return cls(command, folder, log, environment, int(drain_s) + _STOP_MARGIN_S)
-
     def plist(self) -> bytes:
         """The property list. launchd starts the server at login, and again 10 seconds after it has failed, but not
         after it was stopped."""
@@ -122,7 +108,8 @@ def _escaped(text: str) -> str:
 
 
 def service_of(config: Path | None, folder: Path) -> Service:
-    """The service of this environment and its variables, with a configuration file, which is checked.
+    """The service of this environment and its variables, with a configuration file, which is checked; None: with the
+    defaults.
 
     Raises:
         ConfigError: a setting is wrong, a variable has a secret, or the environment of this program does not last.
@@ -135,10 +122,10 @@ def service_of(config: Path | None, folder: Path) -> Service:
     variables = {name: os.environ[name] for name in sorted(os.environ) if _belongs(name)}
     _check_secrets(variables)
     file = config.expanduser().absolute() if config else None
-    settings = resolve({}, variables, file).config
-    return Service.of(
-        sys.executable, file, folder, Path.home() / _LOG, variables, drain_s=settings.server.shutdown_timeout
-    )
+    drain_s = resolve({}, variables, file).config.server.shutdown_timeout
+    chosen = () if file is None else ("--config", str(file))
+    command = (sys.executable, "-m", "mlx_parallm", "serve", *chosen)
+    return Service(command, folder, Path.home() / _LOG, variables, int(drain_s) + _STOP_MARGIN_S)
 
 
 def _belongs(name: str) -> bool:

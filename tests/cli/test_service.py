@@ -168,9 +168,8 @@ def test_on_linux_a_dry_run_prints_a_unit(home, monkeypatch, capsys):
 
 
 def test_the_unit_quotes_what_systemd_would_expand():
-    service = Service.of(
-        "/usr/bin/python", Path("/a b/100% $HOME.yaml"), Path("/data"), Path("/log"), {"NAME": 'say "$x"'}, 30
-    )
+    command = ("/usr/bin/python", "-m", "mlx_parallm", "serve", "--config", "/a b/100% $HOME.yaml")
+    service = Service(command, Path("/data"), Path("/log"), {"NAME": 'say "$x"'}, 45)
     unit = service.unit()
     assert 'serve --config "/a b/100%% $$HOME.yaml"\n' in unit
     assert 'Environment="NAME=say \\"$x\\""\n' in unit
@@ -179,7 +178,7 @@ def test_the_unit_quotes_what_systemd_would_expand():
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 def test_systemd_reads_the_unit(tmp_path):
     file = tmp_path / "mlx-parallm.service"
-    file.write_text(Service.of(sys.executable, None, tmp_path, tmp_path / "log", {"A": "b c"}, 30).unit())
+    file.write_text(Service((sys.executable, "-V"), tmp_path, tmp_path / "log", {"A": "b c"}, 45).unit())
     done = subprocess.run(
         ["systemd-analyze", "verify", "--user", str(file)], capture_output=True, text=True, check=False
     )
