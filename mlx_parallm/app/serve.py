@@ -159,7 +159,7 @@ class IntegratedServer:
                 if self._trains:  # requests can only be collected once the adapter is trained
                     await self._training_started.wait()
                 if training is not None:
-                    training.is_asleep = lambda: app.state.services.sleep.asleep
+                    training.is_asleep = lambda: app.state.services.lifecycle.asleep
                 with self._engine.failures_recorded():
                     async with models.kept_up(), self._engine.watch.running():
                         return await serve(app, partial(_started, served, config, app, node))

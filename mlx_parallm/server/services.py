@@ -49,17 +49,24 @@ DOES_NOT_TRAIN = "This server does not train; start it with --enable-rl-training
 
 
 class Lifecycle:
-    """The stages of a shutdown. Used on the event loop's thread, or from a signal handler.
+    """Whether the server accepts requests, and what ends those under way. Used on the event loop's thread, or from a
+    signal handler.
 
-    Draining: requests under way continue, also streamed answers; new generation requests and `/ready` get 503; the
-    streams of `/v1/training/events`, which never end by themselves, are closed. Expired: the time limit is over, and
-    requests under way get an error.
+        asleep ⇄ serving → draining → expired
+
+    Asleep: generation requests are refused. Draining: requests under way continue, also streamed answers; new
+    generation requests and `/ready` get 503; the streams of `/v1/training/events`, which never end by themselves, are
+    closed. Expired: the time limit is over, and requests under way get an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: EngineClient, gate: SequenceGate) -> None:
+        self.asleep = False
         self.drain_begun = asyncio.Event()
         self.expired = asyncio.Event()
+        self._engine = engine
+        self._gate = gate
         self._work: set[asyncio.Task[Any]] = set()
+        self._falling_asleep: set[asyncio.Task[None]] = set()
 
     @property
     def working(self) -> bool:
@@ -75,10 +82,7 @@ class Lifecycle:
         if self.drain_begun.is_set():
             work.close()
             raise DrainingError("draining")
-        task = asyncio.create_task(work)
-        self._work.add(task)
-        task.add_done_callback(self._work.discard)
-        return await asyncio.shield(task)
+        return await asyncio.shield(_kept(work, self._work))
 
     def begin_drain(self) -> None:
         self.drain_begun.set()
@@ -86,17 +90,6 @@ class Lifecycle:
     def expire(self) -> None:
         self.drain_begun.set()
         self.expired.set()
-
-
-class SleepSwitch:
-    """Puts the server to sleep and wakes it. While `asleep`, generation requests are refused. Used on the event loop's
-    thread only."""
-
-    def __init__(self, engine: EngineClient, gate: SequenceGate) -> None:
-        self.asleep = False
-        self._engine = engine
-        self._gate = gate
-        self._pending: set[asyncio.Task[None]] = set()
 
     async def sleep(self, free_adapters: bool) -> None:
         """Refuses requests at once, waits for those under way, then frees the KV cache, and also the adapter slots if
@@ -106,9 +99,7 @@ class SleepSwitch:
             EngineDeadError: the device thread is not running.
         """
         self.asleep = True
-        task = asyncio.create_task(self._free_memory(free_adapters))
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
+        task = _kept(self._free_memory(free_adapters), self._falling_asleep)
         await asyncio.wait([task])
         if not task.cancelled():
             task.result()
@@ -116,13 +107,21 @@ class SleepSwitch:
     def wake(self) -> None:
         """Accepts requests again. The first one that needs the memory allocates it."""
         self.asleep = False
-        for task in self._pending:
+        for task in self._falling_asleep:
             task.cancel()
 
     async def _free_memory(self, free_adapters: bool) -> None:
         while self._gate.held:  # includes requests that have not reached the engine yet
             await asyncio.sleep(_SLEEP_CHECK_S)
         await self._engine.sleep(free_adapters)
+
+
+def _kept(work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[T]:
+    """A task that does the work, and is one of `tasks` until it has ended."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,14 +133,13 @@ class Services(Backend):
     """
 
     gate: SequenceGate
-    sleep: SleepSwitch
+    lifecycle: Lifecycle
     metrics: ServerMetrics
     workers: Workers
     ring: KeyRing
     accounts: Accounts
     sessions: Sessions
     key: NamedKey = ANYONE
-    lifecycle: Lifecycle = field(default_factory=Lifecycle)
     responses: ResponseStore = field(default_factory=ResponseStore)
     histories: EpisodeHistories = field(default_factory=EpisodeHistories)
     schedule_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -158,7 +156,7 @@ class Services(Backend):
         return cls(
             **vars(backend),
             gate=gate,
-            sleep=SleepSwitch(backend.engine, gate),
+            lifecycle=Lifecycle(backend.engine, gate),
             metrics=ServerMetrics(backend, gate, accounts),
             workers=Workers(config.body_timeout, config.max_body_bytes),
             ring=ring,
@@ -201,7 +199,7 @@ class Services(Backend):
             raise DrainingError("draining")
         if self.config.mode is Mode.TRAINING_ONLY:
             raise InferenceDisabledError("training only")
-        if self.sleep.asleep:
+        if self.lifecycle.asleep:
             raise AsleepError("asleep")
         stats = self.engine.stats()
         if not stats.alive:

@@ -149,7 +149,7 @@ async def test_the_states_of_the_server(client, engine):
     services = client.app.state.services
     engine.state["paused"] = True
     assert await state() == "paused"
-    services.sleep.asleep = True
+    services.lifecycle.asleep = True
     assert await state() == "asleep"
     services.lifecycle.begin_drain()
     assert await state() == "draining"

@@ -158,8 +158,8 @@ async def sleep(services: ServicesDep, query: Annotated[SleepQuery, Query()]) ->
     and status routes continue to work. 409 if a pause holds requests, because they would not end."""
     if services.engine.stats().paused and services.gate.held:
         raise ConflictError("A pause holds requests: POST /resume first, or POST /pause?mode=abort to end them.")
-    await services.lifecycle.run_to_end(services.sleep.sleep(free_adapters=query.level == ADAPTERS_LEVEL))
-    return SleepStatus(is_sleeping=services.sleep.asleep)
+    await services.lifecycle.run_to_end(services.lifecycle.sleep(free_adapters=query.level == ADAPTERS_LEVEL))
+    return SleepStatus(is_sleeping=services.lifecycle.asleep)
 
 
 @router.post("/wake_up", role=Role.ADMIN, audited=True)
@@ -167,11 +167,11 @@ async def wake_up(services: ServicesDep, query: Annotated[WakeQuery, Query()]) -
     """Accepts completions again at once. If the server is awake, nothing changes. The memory is allocated again when a
     request needs it."""
     if not query.tags or KV_CACHE in query.tags:
-        services.sleep.wake()
-    return SleepStatus(is_sleeping=services.sleep.asleep)
+        services.lifecycle.wake()
+    return SleepStatus(is_sleeping=services.lifecycle.asleep)
 
 
 @router.get("/is_sleeping", role=Role.INFERENCE)
 async def is_sleeping(services: ServicesDep) -> SleepStatus:
     """Whether completions are refused because the server is asleep."""
-    return SleepStatus(is_sleeping=services.sleep.asleep)
+    return SleepStatus(is_sleeping=services.lifecycle.asleep)

@@ -241,7 +241,7 @@ def _state(services: Services, stats: EngineStats) -> Literal["serving", "paused
         return "dead"
     if services.lifecycle.drain_begun.is_set():
         return "draining"
-    if services.sleep.asleep:
+    if services.lifecycle.asleep:
         return "asleep"
     return "paused" if stats.paused else "serving"
 

@@ -62,8 +62,7 @@ def test_the_others_send_nothing_to_a_node_that_refuses_requests_for_lack_of_mem
     services = SimpleNamespace(
         engine=SimpleNamespace(stats=lambda: stats),
         cluster=None,
-        lifecycle=Lifecycle(),
-        sleep=SimpleNamespace(asleep=False),
+        lifecycle=Lifecycle(None, None),
     )
     reports = []
     node = SimpleNamespace(serve=lambda url, report: reports.append(report()))
