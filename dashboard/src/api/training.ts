@@ -2,7 +2,7 @@
 
 import type { History } from "./learning";
 
-/** One event of `/v1/training/events`, whose kinds and their data `docs/learning.md` lists. */
+/** One event of `/v1/training/events`; `TrainingEvent` of the package lists the kinds. */
 export type TrainingEvent<Data> = Omit<History["data"][number], "data"> & { data: Data };
 
 /** For `follow` of live/events.ts. */
