@@ -110,7 +110,7 @@ async def opened(**fields: object) -> Rig:
     return rig
 
 
-async def settle(turns: int = 50) -> None:
+async def settle(turns: int = 60) -> None:
     """Lets every task run until it waits for something that will not come."""
     for _ in range(turns):
         await asyncio.sleep(0)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from configs import TRAINING, changed
 from rl.fakes import FakeEngine, FakeLearner, FakePublisher, FakeScorers
+from rl.rig import settle as settle
 
 from mlx_parallm.config import CheckpointingConfig, ResolvedTraining, RewardScale
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
@@ -116,11 +117,6 @@ async def world(
         one.service.check_integrity()
     finally:
         await one.service.close()
-
-
-async def settle(turns: int = 60) -> None:
-    for _ in range(turns):
-        await asyncio.sleep(0)
 
 
 async def until(true: Callable[[], bool]) -> None:

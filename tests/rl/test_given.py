@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +110,12 @@ async def test_an_episode_without_a_group_is_in_that_of_its_first_prompt() -> No
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
+        (GivenTrajectory((), (2,)), r"trajectories\[1\]: .* at least one prompt token"),
+        (GivenTrajectory((1,), ()), r"trajectories\[1\]: .* one completion token"),
+        (GivenTrajectory((1,), (2,), math.nan), r"trajectories\[1\]: reward must be a finite"),
+        (GivenTrajectory((1,), (2,), temperature=0.0), r"trajectories\[1\]: temperature must be above 0"),
+        (GivenTrajectory((1,), (2, 3), sampling_logprobs=(-0.5,)), r"trajectories\[1\]: 1 sampling_logprobs for 2"),
+        (GivenTrajectory((1,), (2,), sampling_logprobs=(-math.inf,)), r"trajectories\[1\]: .* finite"),
         (replace(ROW, mask=(True,)), r"trajectories\[1\]: 1 mask for 6"),
         (replace(ROW, mask=(False,) * 6), r"trajectories\[1\]: give at least"),
         (replace(ROW, advantages=(1.0,)), r"trajectories\[1\]: 1 advantages for 6"),
@@ -117,7 +124,7 @@ async def test_an_episode_without_a_group_is_in_that_of_its_first_prompt() -> No
         (replace(ROW, reward=None), "a reward with each of them, or with none"),
     ],
 )
-async def test_what_does_not_fit_together_is_refused(bad: GivenTrajectory, says: str) -> None:
+async def test_what_cannot_be_learnt_from_or_does_not_fit_together_is_refused(bad: GivenTrajectory, says: str) -> None:
     rig = await opened()
     with pytest.raises(InvalidRequestError, match=says):
         await rig.loop.update([ROW, bad])

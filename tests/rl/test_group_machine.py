@@ -175,5 +175,5 @@ class Life(RuleBasedStateMachine):
             assert all(member.reward is not None for member in group.scored)
 
 
-Life.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+Life.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 test_life = Life.TestCase

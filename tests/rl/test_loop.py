@@ -217,24 +217,6 @@ async def test_given_trajectories_are_grouped_by_id_or_else_by_prompt() -> None:
     assert rig.buffer.collected == {}
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
-        GivenTrajectory((), (2,)),
-        GivenTrajectory((1,), ()),
-        GivenTrajectory((1,), (2,), math.nan),
-        GivenTrajectory((1,), (2,), temperature=0.0),
-        GivenTrajectory((1,), (2, 3), sampling_logprobs=(-0.5,)),
-        GivenTrajectory((1,), (2,), sampling_logprobs=(-math.inf,)),
-    ],
-)
-async def test_trajectories_that_cannot_be_learnt_from_are_refused_by_number(bad: GivenTrajectory) -> None:
-    rig = await opened()
-    with pytest.raises(InvalidRequestError, match=r"trajectories\[1\]"):
-        await rig.loop.update([GivenTrajectory((1,), (2,)), bad])
-    assert rig.learner.batches == []
-
-
 # ---- pauses -------------------------------------------------------------------------------------
 
 
