@@ -1,4 +1,4 @@
-"""The figures of the README, and the tables of what fits, are those of the records."""
+"""The figures of the README, and the table of what fits, are those of the records."""
 
 import json
 from typing import Any
@@ -37,16 +37,6 @@ def test_figures_of_the_readme() -> None:
     assert [figure for _, figure, _ in table_of("README.md", "| what | figure | benchmark |")] == expected
 
 
-def test_table_of_what_fits() -> None:
-    header = next(line for line in lines_of("docs/models.md") if line.startswith("| base |"))
-    accounts = _record("fits")["table"]
-    for base, context, *cells in table_of("docs/models.md", header):
-        mine = [each for each in accounts if (each["base"], f"{each['context']:,}") == (base, context)]
-        sizes = (f"{mine[0][name] / 1e9:.2f} GB" for name in ("weights", "row", "policy", "micro_step"))
-        machines = (f"{each['rows']} ({each['longest']:,})" for each in mine)
-        assert cells == [f"{mine[0]['adapter'] / 1e6:.1f} MB", *sizes, *machines]
-
-
 def test_page_of_models_shows_every_family() -> None:
     """The site puts the table in the place of the comment; see scripts/families_table.py."""
     assert "<!-- families -->" in lines_of("docs/models.md")
@@ -56,7 +46,7 @@ def test_page_of_models_shows_every_family() -> None:
     assert [row[0] for row in rows] == [each.name for each in families]
 
 
-def test_table_of_releases() -> None:
+def test_table_of_what_fits() -> None:
     releases = _record("fits")["releases"]
     header = next(line for line in lines_of("docs/models.md") if line.startswith("| release |"))
     for name, family, *cells in table_of("docs/models.md", header):
