@@ -243,7 +243,7 @@ class VersionCounts:
     def requests(self) -> Counts[AdapterRef]:
         """Requests begun, by version; those of `BASE_ADAPTER` are of all base models together."""
         begun: Counts[AdapterRef] = Counts()
-        for (_, ref), served in self._served.items():
+        for ref, served in self.counts():
             begun[ref] += served.requests
         return begun
 

@@ -35,36 +35,23 @@ async def eventually(condition):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", PHASES)
-async def test_leaving_aborts(serving, engine, metric, phase, stream):
+async def test_leaving_aborts(serving, engine, adapters, metric, phase, stream):
+    adapters.publish("math")
     engine.pause_before = PHASES[phase]
     async with serving() as server:
         gate = server.app.state.services.gate
-        body = {"prompt": "x", "n": 2, "echo": True, "logprobs": 0, "stream": stream}
+        body = {"prompt": "x", "model": "math", "n": 2, "echo": True, "logprobs": 0, "stream": stream}
         reader, writer = await post(server.port, body)
         await asyncio.wait_for(engine.paused.wait(), PATIENCE_S)
         if stream and phase == "decode":
             await reader.readuntil(b'"text":"H"')
-        assert (len(engine.live), gate.held) == (1, 2)
+        assert (len(engine.live), gate.held, adapters.leased) == (1, 2, 1)
         writer.close()
-        await eventually(lambda: not engine.live and gate.held == 0)
+        await eventually(lambda: not engine.live and gate.held == adapters.leased == 0)
         assert engine.aborted == 1
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert await metric(client, "mlx_parallm_client_disconnects_total") == 1
             assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="abort"}') == 2
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("phase", PHASES)
-async def test_leaving_lets_the_adapter_go(serving, engine, adapters, phase, stream):
-    adapters.publish("math")
-    engine.pause_before = PHASES[phase]
-    async with serving() as server:
-        body = {"prompt": "x", "model": "math", "echo": True, "logprobs": 0, "stream": stream}
-        _, writer = await post(server.port, body)
-        await asyncio.wait_for(engine.paused.wait(), PATIENCE_S)
-        assert adapters.leased == 1
-        writer.close()
-        await eventually(lambda: adapters.leased == 0)
 
 
 @pytest.mark.parametrize(

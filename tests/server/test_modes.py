@@ -86,19 +86,18 @@ async def test_a_server_that_only_trains_is_healthy_and_not_ready(make_client, f
     assert (await client.post("/v1/training/update")).status_code == 200
 
 
-async def test_a_server_that_only_trains_says_so_asleep_too(make_client, engine, fault):
+async def test_of_several_reasons_a_server_that_only_trains_says_the_one_that_lasts(make_client, engine, fault):
     client = make_client(mode="training_only")
+
+    async def reasons():
+        refused = await client.post("/v1/completions", json={"prompt": "x"}), await client.get("/ready")
+        return [fault(answer)["code"] for answer in refused]
+
     assert (await client.post("/sleep")).json() == {"is_sleeping": True}
     assert engine.slept == 1
-    assert fault(await client.post("/v1/completions", json={"prompt": "x"}))["code"] == "inference_disabled"
-    assert fault(await client.get("/ready"))["code"] == "inference_disabled"
-
-
-async def test_a_server_that_only_trains_and_drains_says_that_it_drains(make_client, fault):
-    client = make_client(mode="training_only")
+    assert await reasons() == ["inference_disabled"] * 2
     client.app.state.services.lifecycle.begin_drain()
-    assert fault(await client.post("/v1/completions", json={"prompt": "x"}))["code"] == "draining"
-    assert fault(await client.get("/ready"))["code"] == "draining"
+    assert await reasons() == ["draining"] * 2
 
 
 async def state_of(client):
