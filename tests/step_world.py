@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 from configs import TRAINING, changed
 
-from mlx_parallm.app.environment_run import Batch, StepRollouts
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.trajectories import GroupCard
 from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 from mlx_parallm.rl.rollouts.answers import RolloutResult, TakenTasks
+from mlx_parallm.rl.rollouts.steps import Batch, StepRollouts
 from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.trajectories import DropReason
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tiny import save_tiny
 
-from mlx_parallm.app.train_progress import SampleText
+from mlx_parallm.app.training_run import SampleText
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.rl.status import EvaluationResult, UpdateReport
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart
 from mlx_parallm.app.base_model import BaseModel
-from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef, check_name, name_and_step
 from mlx_parallm.core.models import BaseModels
 from mlx_parallm.errors import InvalidRequestError, UnknownModelError
+from mlx_parallm.rl.deletion import Deletion
 
 _SUMS = ("slots", "slots_used", "slots_pinned", "bank_bytes", "copies")
 

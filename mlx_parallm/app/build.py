@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from mlx_parallm.adapters.runs import JOURNAL, Run, open_run
+from mlx_parallm.adapters.runs import JOURNAL, METRICS, Run, open_run
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters
 from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice, base_paths, device_schedule, mlx_limits
@@ -35,10 +37,13 @@ from mlx_parallm.machine.processors import BlasThreads
 from mlx_parallm.model.device import MemoryLimits, device_name, on_cpu, set_limits
 from mlx_parallm.model.loading import find_model
 from mlx_parallm.model.tokenizer import Tokenizer
+from mlx_parallm.rl.rollouts.answers import InferenceEngine, SharedEngine
+from mlx_parallm.rl.rollouts.environment import check_inference
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.record import RunFile, RunState, read_record
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.service import TrainingService
+from mlx_parallm.rl.tracking import JsonlTracker, Tracker, Tracking
 
 if TYPE_CHECKING:
     from mlx_parallm.extras.ranks.joining import Ranks
@@ -87,6 +92,39 @@ def install_extras(hook: str, config: Config, served: Served, training: Training
     for extra, install in hooks(hook):
         if (offered := install(config, served, training)) is not None:
             training.extras[extra] = offered
+
+
+def inference_engine(config: Config, served: Served, cluster: InferenceEngine | None = None) -> InferenceEngine:
+    """What samples the rollouts of a run: this process, an outside engine, or the nodes of a cluster.
+
+    Args:
+        cluster: samples on the nodes of the cluster that is trained for, in place of this process. An outside engine is
+            one more node then.
+
+    Raises:
+        ConfigError: nothing could sample.
+    """
+    check_inference(config)
+    if cluster is None and not config.inference.engine.outside:
+        return SharedEngine(served.engine)
+    outside: InferenceEngine = needed("engines.building", "inference.engine").outside_engine(config, served, cluster)
+    return outside
+
+
+def start_tracking(config: Config, run: Run, log: Path | None = None) -> Tracking:
+    """The trackers that the configuration names, and the JSONL file: `log`, or metrics.jsonl in the run's folder."""
+    opened: dict[str, Callable[[], Tracker]] = {"jsonl": partial(JsonlTracker, metrics_file(run, log))}
+    if wanted := config.rl_training.trackers:
+        extra = needed("trackers", "rl_training.trackers")
+        shown = config.model_dump(mode="json", include={"model", "rl_training"})
+        tracked = extra.TrackedRun(run.path, run.id, run.path.name, config.adapters.default_adapter, shown)
+        opened |= extra.trackers_of(tracked, wanted)
+    return Tracking(opened)
+
+
+def metrics_file(run: Run, log: Path | None = None) -> Path:
+    """The JSONL file of a run."""
+    return log or run.path / METRICS
 
 
 class RunningEngine:

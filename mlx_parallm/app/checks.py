@@ -13,12 +13,12 @@ from pathlib import Path
 
 from mlx_parallm.app.adapters import no_such_adapter
 from mlx_parallm.app.base_model import base_paths
-from mlx_parallm.app.reward import check_reward
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.models import GENERIC_NAME
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras_table import needed
+from mlx_parallm.rl.configured_reward import check_reward
 
 
 def check_http(server: ServerConfig) -> None:

@@ -31,7 +31,6 @@ from mlx_parallm.app.base_model import (
     weight_bytes,
 )
 from mlx_parallm.app.build import RunningEngine
-from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.config import human_bytes
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.models import GENERIC_NAME, BaseStatus, ModelState, ServedModel
@@ -45,6 +44,7 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.grammar.compiler import LLCompiler
+from mlx_parallm.rl.deletion import Deletion
 from mlx_parallm.tasks import spawn
 
 # ---- which one gives way ------------------------------------------------------------------------------

@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING
 from mlx_parallm import logs
 from mlx_parallm.app import banner
 from mlx_parallm.app.all_adapters import AllAdapters
-from mlx_parallm.app.build import RunningEngine, Served, install_extras
+from mlx_parallm.app.build import RunningEngine, Served, inference_engine, install_extras, metrics_file, start_tracking
 from mlx_parallm.app.checks import check_http
-from mlx_parallm.app.deletion import Deletion
 from mlx_parallm.app.models import BaseSet, build_base_set
-from mlx_parallm.app.server_rollouts import ServerRollouts, environment_of
-from mlx_parallm.app.tracking import metrics_file, start_tracking
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
 from mlx_parallm.extras_table import find, needed
+from mlx_parallm.rl.deletion import Deletion
 from mlx_parallm.rl.environments import Environment
+from mlx_parallm.rl.rollouts.server import ServerRollouts, environment_of
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tracking import Tracking, recorded_events
 from mlx_parallm.server import request_log
@@ -261,9 +260,10 @@ class IntegratedServer:
         for started in training.hooks.started:
             await started()
         if self._environment is not None:
-            rollouts = ServerRollouts(self._config, served, training, self._environment)
+            engine, tokenizer, run = served.engine, served.tokenizer, served.run.id
+            rollouts = ServerRollouts(self._config, training, engine, tokenizer, run, self._environment)
             training.hooks.ending.append(rollouts.close)
-            await rollouts.open()
+            await rollouts.open(inference_engine(self._config, served))
             training.own_rollouts = rollouts.status
             training.loop().own_progress = rollouts.progress
             rollouts.start()

@@ -13,20 +13,17 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from mlx_parallm import logs
-from mlx_parallm.app.build import RunningEngine, Served
-from mlx_parallm.app.environment_rollouts import check_inference
-from mlx_parallm.app.environment_run import EnvironmentRun
-from mlx_parallm.app.reward import check_scorable
+from mlx_parallm.app.build import RunningEngine, Served, start_tracking
 from mlx_parallm.app.serve import follow, ranks_of
-from mlx_parallm.app.tracking import start_tracking
-from mlx_parallm.app.train_progress import TrainOptions, TrainView
-from mlx_parallm.app.training_run import TrainingRun
+from mlx_parallm.app.training_run import EnvironmentRun, TrainingRun, TrainOptions, TrainView
 from mlx_parallm.config import Config
 from mlx_parallm.engine.machine_watch import MachineWatch
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras_table import needed
 from mlx_parallm.rl import divergence
+from mlx_parallm.rl.configured_reward import check_scorable
 from mlx_parallm.rl.environments import Environment, environment
+from mlx_parallm.rl.rollouts.environment import check_inference
 from mlx_parallm.rl.runs.record import RunState
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.tracking import Tracking
@@ -50,10 +47,10 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         The process's exit code: 0, or 128 plus the signal's number if SIGINT or SIGTERM stopped it.
 
     Raises:
-        ConfigError, ModelError: before anything is drawn.
+        ConfigError, ModelError: before anything is sampled.
         TrainingFailedError: most tasks failed, or another process trains the adapter in the cluster.
         StorageError: the last updates could not be saved.
-        EngineError: the device thread ended, or could not draw.
+        EngineError: the device thread ended, or could not sample.
     """
     logs.set_up(config.server.log_level, config.server.log_format == "json", _SHOWN)
     ranks = ranks_of(config)

@@ -11,9 +11,7 @@ import mlx.nn as nn
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters
-from mlx_parallm.app.evaluation import HeldOutTasks, evaluator_of, held_out_of
 from mlx_parallm.app.parts import Parts
-from mlx_parallm.app.reward import judge_of, reward_of
 from mlx_parallm.config import Config, Mode, ResolvedTraining, RLTrainingConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.text import TextTokenizer
@@ -26,10 +24,12 @@ from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
+from mlx_parallm.rl.configured_reward import judge_of, reward_of
 from mlx_parallm.rl.environments import answers_of, read_system_prompt
 from mlx_parallm.rl.environments.files import FileTasks
 from mlx_parallm.rl.environments.names import read_text
 from mlx_parallm.rl.environments.thread import EnvironmentThread
+from mlx_parallm.rl.held_out_tasks import HeldOutTasks, evaluator_of, held_out_of
 from mlx_parallm.rl.parts import TrainingParts
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.scorers import REWARD_MODEL, RewardSpec

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mlx_parallm.app.build import RunningEngine, Served
-from mlx_parallm.app.evaluation import evaluator_of, held_out_of
-from mlx_parallm.app.reward import reward_of
 from mlx_parallm.config import Config
 from mlx_parallm.config.sections import LARGEST_RANK
 from mlx_parallm.errors import ConfigError, ParaLLMError
+from mlx_parallm.rl.configured_reward import reward_of
 from mlx_parallm.rl.environments import read_system_prompt
 from mlx_parallm.rl.environments.thread import EnvironmentThread
 from mlx_parallm.rl.evaluation import EvaluationError
+from mlx_parallm.rl.held_out_tasks import evaluator_of, held_out_of
 from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 from mlx_parallm.rl.status import EvaluationResult
 

@@ -93,7 +93,7 @@ def train(args: argparse.Namespace) -> int:
     if not PLOTS.installed:
         print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
     from mlx_parallm.app import train as training
-    from mlx_parallm.app.train_progress import ENDLESS, TrainOptions
+    from mlx_parallm.app.training_run import ENDLESS, TrainOptions
 
     options = TrainOptions(
         environment, args.steps or ENDLESS, args.group_size, args.prompts_per_step, args.log, args.warm_up

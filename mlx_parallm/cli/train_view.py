@@ -19,7 +19,7 @@ from mlx_parallm.rl.status import LEVEL_PREFIX, EvaluationResult, UpdateReport
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mlx_parallm.app.train_progress import SampleText
+    from mlx_parallm.app.training_run import SampleText
     from mlx_parallm.rl.tracking import Made
 
 # -- the table -------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ _LABEL_WIDTH, _PROMPT_WIDTH, _TEXT_WIDTH = 10, 48, 72
 
 
 class RichTrainView:
-    """Implements `app.train_progress.TrainView`: writes to `stream` (default: stdout), with styles and progress bars on
+    """Implements `app.training_run.TrainView`: writes to `stream` (default: stdout), with styles and progress bars on
     a terminal and plain lines elsewhere.
 
     A context manager: on a terminal, everything that is printed inside it after `started` appears above the bars.

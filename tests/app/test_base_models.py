@@ -26,7 +26,7 @@ from mlx_parallm.app import train
 from mlx_parallm.app.base_model import BasePath, base_of_adapter, bases_of_adapter
 from mlx_parallm.app.models import DeviceLoader
 from mlx_parallm.app.serve import IntegratedServer
-from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.app.training_run import TrainOptions
 from mlx_parallm.config import configure
 from mlx_parallm.errors import ConfigError
 

@@ -15,8 +15,7 @@ from training_runs import GROUP, PROMPTS, View, config
 
 from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.app.train import run
-from mlx_parallm.app.train_progress import TrainOptions
-from mlx_parallm.app.training_run import STEPS, TASKS
+from mlx_parallm.app.training_run import STEPS, TASKS, TrainOptions
 from mlx_parallm.config import Config
 from mlx_parallm.rl.runs.records import Update
 from mlx_parallm.rl.runs.store import JournalFile

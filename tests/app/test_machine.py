@@ -15,7 +15,7 @@ from training_runs import GROUP, PROMPTS, View, config
 
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app.train import run
-from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.app.training_run import TrainOptions
 from mlx_parallm.config import configure
 from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief
 from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, RequestFinished, SamplingParams, StopParams

@@ -35,7 +35,7 @@ async def test_the_next_step_is_drawn_while_rewards_are_awaited_and_the_one_afte
     await ended
     assert (batch.first, world.update()) == (2, range(2, 4))
     batch, ended = await world.begin()
-    assert (batch.first, batch.version.version, batch.drawn) == (4, 2, 2 * SIZE)
+    assert (batch.first, batch.version.version, batch.sampled) == (4, 2, 2 * SIZE)
     await until(lambda: len(world.begun) == 4)  # task 5 still waits for its reward
     assert world.begun[3] == (6, 3), "by the version that the update has made"
     world.reward(5)
@@ -286,6 +286,6 @@ async def test_answers_are_reported_in_the_step_that_they_are_for(world: World) 
     await ended
     world.update()
     batch, _ = await world.begin()
-    assert batch.drawn == SIZE
+    assert batch.sampled == SIZE
     await world.draw(5)
     assert world.told == [SIZE] * 3

@@ -20,8 +20,7 @@ from training_runs import GROUP, PROMPTS, STEPS, View, config
 import mlx_parallm
 from mlx_parallm.adapters.runs import COMMITS, JOURNAL
 from mlx_parallm.app.train import run
-from mlx_parallm.app.train_progress import TrainOptions
-from mlx_parallm.app.training_run import FINAL
+from mlx_parallm.app.training_run import FINAL, TrainOptions
 from mlx_parallm.config import configure
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError

@@ -11,9 +11,8 @@ import pytest
 from training_runs import GROUP, PROMPTS, View, config
 
 from mlx_parallm.adapters.runs import JOURNAL
-from mlx_parallm.app.environment_run import WARM_UP
 from mlx_parallm.app.train import run
-from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.app.training_run import WARM_UP, TrainOptions
 from mlx_parallm.rl.runs.records import Update
 from mlx_parallm.rl.runs.store import JournalFile
 

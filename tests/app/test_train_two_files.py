@@ -10,7 +10,7 @@ import pytest
 from training_runs import GROUP, PROMPTS, View, config
 
 from mlx_parallm.app.train import run
-from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.app.training_run import TrainOptions
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError
 

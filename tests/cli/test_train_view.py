@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.app.train_progress import SampleText
+from mlx_parallm.app.training_run import SampleText
 from mlx_parallm.cli.train_view import (
     RichTrainView,
     draw_curves,

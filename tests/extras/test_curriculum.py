@@ -12,7 +12,7 @@ import pytest
 from training_runs import View, config
 
 from mlx_parallm.app.train import run
-from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.app.training_run import TrainOptions
 from mlx_parallm.cli.train_view import level_lines
 
 pytestmark = pytest.mark.ci

@@ -12,11 +12,11 @@ from threading import Event, Thread
 
 import pytest
 
-from mlx_parallm.app.environment_run import figures_of
 from mlx_parallm.config import CurriculumConfig
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.extras.curriculum import LAG, MOST_LEVELS, OTHER, WITHOUT, Curriculum
 from mlx_parallm.rl.environments import Task
+from mlx_parallm.rl.rollouts.steps import figures_of
 
 ON = CurriculumConfig(enabled=True)
 LEVELS = ("easy", "fair", "hard")

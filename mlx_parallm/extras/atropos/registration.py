@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from mlx_parallm.app.build import Served
-from mlx_parallm.app.train_progress import ENDLESS
+from mlx_parallm.app.training_run import ENDLESS
 from mlx_parallm.config import Config
 from mlx_parallm.extras.atropos.groups import AtroposGroups
 from mlx_parallm.extras.atropos.scored_data import TokenLimits

@@ -39,5 +39,5 @@ class AtroposRun(TrainingRun):
             self._check_alive()
             if not await self.source.take():
                 await asyncio.sleep(_POLL_S)
-            self._report_rollout(min(loop.with_signal, self.wanted) - self.drawn)
+            self._report_rollout(min(loop.with_signal, self.wanted) - self.sampled)
         return Filled(failures=("a group from Atropos could not be used",) * (self.source.refused - refused))

@@ -18,7 +18,7 @@ from training_runs import View, config
 
 from mlx_parallm import RLIntegratedServer
 from mlx_parallm.app.train import run
-from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.app.training_run import TrainOptions
 from mlx_parallm.config import RLConfig
 from mlx_parallm.errors import ConfigError
 

@@ -20,7 +20,7 @@ from tiny import save_tiny
 from training_runs import View, config
 
 from mlx_parallm.app.train import run
-from mlx_parallm.app.train_progress import TrainOptions
+from mlx_parallm.app.training_run import TrainOptions
 from mlx_parallm.errors import ConfigError, TrainingFailedError
 
 pytestmark = pytest.mark.ci

@@ -193,7 +193,7 @@ class ClusterRun(TrainingRun):
             if self.reading.done():
                 self.reading.result()  # raises what has ended it
             await asyncio.sleep(_POLL_S)
-            self._report_rollout(min(loop.with_signal, self.wanted) - self.drawn)
+            self._report_rollout(min(loop.with_signal, self.wanted) - self.sampled)
             if not warned and (alike := loop.without_signal) >= self.wanted:
                 warned = True
                 _log.warning(

@@ -1,28 +1,32 @@
-"""ServerRollouts: a server that trains draws rollouts of its environment by itself, while it serves."""
+"""ServerRollouts: a server that trains samples rollouts of its environment by itself, while it serves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
-from mlx_parallm.app.build import Served
-from mlx_parallm.app.environment_rollouts import EnvironmentRollouts
-from mlx_parallm.app.reward import check_scorable
 from mlx_parallm.config import Config
+from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.text import TextTokenizer
+from mlx_parallm.rl.configured_reward import check_scorable
 from mlx_parallm.rl.environments import Environment, environment
-from mlx_parallm.rl.rollouts.answers import group_prefixes, task_number
+from mlx_parallm.rl.rollouts.answers import InferenceEngine, group_prefixes, task_number
 from mlx_parallm.rl.rollouts.driver import RolloutDriver
+from mlx_parallm.rl.rollouts.environment import EnvironmentRollouts
 from mlx_parallm.rl.runs.record import RUN_TASKS
 from mlx_parallm.rl.runs.store import JournalFile
-from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import RolloutStatus
+
+if TYPE_CHECKING:
+    from mlx_parallm.rl.service import TrainingService
 
 _GROUPS_LOOKED_AT = 1000
 """The newest groups of the journal. One of them has the highest task number of earlier processes."""
 
 
 def environment_of(config: Config) -> Environment | None:
-    """The environment that a server draws rollouts of; None if it draws none. Importing it may take seconds.
+    """The environment that a server samples rollouts of; None if it samples none. Importing it may take seconds.
 
     Raises:
         ConfigError: it is unknown, or cannot be loaded, or its tasks cannot be scored.
@@ -37,43 +41,47 @@ def environment_of(config: Config) -> Environment | None:
 
 
 class ServerRollouts:
-    """Draws groups for the default adapter until it is closed. Event loop's thread only. Training must have started."""
+    """Samples groups for the default adapter until it is closed. Event loop's thread only. Training must have started.
+
+    `engine`: of this server. `run`: the id of the run.
+    """
 
     def __init__(
         self,
         config: Config,
-        served: Served,
-        training: TrainingService,
+        service: TrainingService,
+        engine: EngineClient,
+        tokenizer: TextTokenizer,
+        run: str,
         source: Environment,
     ) -> None:
-        self._config, self._served = config.rl_training, served
-        self._service = training
+        self._config, self._service, self._run = config.rl_training, service, run
         size, rows = self._config.rollout_group_size, config.server.max_batch_size
         loop = self._service.loop()
 
         def is_paused() -> bool:
-            return training.is_asleep() or loop.pause_reason is not None or served.engine.stats().paused
+            return service.is_asleep() or loop.pause_reason is not None or engine.stats().paused
 
         def in_scoring() -> int:
             return self._service.trajectories.groups.in_scoring
 
-        self._rollouts = EnvironmentRollouts(config, served, training, source, size)
+        self._rollouts = EnvironmentRollouts(config, service, tokenizer, run, source, size)
         self._driver = RolloutDriver(self._rollouts, loop, in_scoring, self._config, size, rows, is_paused)
 
-    async def open(self) -> None:
+    async def open(self, inference: InferenceEngine) -> None:
         """Gets ready. Tasks that were answered in an earlier process of the run are not answered again. A curriculum
         goes on from the last update.
 
         Raises:
-            ConfigError: the engine cannot draw what training needs.
+            ConfigError: the engine cannot sample what training needs.
         """
         progress = self._service.loop().training.progress
         taken = max(await self._taken_before(), int(progress.get(RUN_TASKS, 0)))
         await self._rollouts.open(taken, progress)
-        await self._rollouts.open_inference()
+        await self._rollouts.open_inference(inference)
 
     def start(self) -> None:
-        """Begins to draw. Call it after `open`."""
+        """Begins to sample. Call it after `open`."""
         self._driver.start()
 
     async def close(self) -> None:
@@ -100,9 +108,7 @@ class ServerRollouts:
 
     async def _taken_before(self) -> int:
         """The number of the first task that no earlier process of the run has answered, or one after it."""
-        assert self._served.run is not None  # a server that trains keeps checkpoints
-        run = self._served.run.id
-        journal = self._service.parts.journal
+        run, journal = self._run, self._service.parts.journal
         found = [
             await journal.read(partial(JournalFile.newest_groups, prefix=prefix, count=_GROUPS_LOOKED_AT)) or ()
             for prefix in group_prefixes(run)

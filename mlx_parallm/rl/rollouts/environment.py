@@ -1,4 +1,4 @@
-"""EnvironmentRollouts: draws groups of trajectories on the tasks of an environment.
+"""EnvironmentRollouts: samples groups of trajectories on the tasks of an environment.
 
 A training run and a server that collects by itself share it.
 """
@@ -15,10 +15,10 @@ from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from mlx_parallm.app.build import Served
 from mlx_parallm.config import Config, EngineKind
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Event, GenerationRequest
+from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras_table import needed
@@ -31,16 +31,15 @@ from mlx_parallm.rl.rollouts.answers import (
     Rollouts,
     RolloutSettings,
     SampleEpisodes,
-    SharedEngine,
     TakenTasks,
 )
 from mlx_parallm.rl.rollouts.episodes import Episodes
 from mlx_parallm.rl.rollouts.tasks import without
-from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import LevelCard, TrainingEvent
 
 if TYPE_CHECKING:
     from mlx_parallm.extras.curriculum import Curriculum
+    from mlx_parallm.rl.service import TrainingService
 
 _log = logging.getLogger(__name__)
 
@@ -66,19 +65,27 @@ def check_inference(config: Config) -> None:
 
 
 class EnvironmentRollouts:
-    """Draws from the inference engine of the configuration, and collects what it draws. Event loop's thread only."""
+    """Samples from an inference engine, and collects what it samples. Event loop's thread only.
+
+    Args:
+        service: has started to train the default adapter.
+        run: the id of the run, which is part of the ids of trajectories.
+        source: where the tasks come from.
+        group_size: answers or episodes of a task.
+    """
 
     def __init__(
         self,
         config: Config,
-        served: Served,
-        training: TrainingService,
+        service: TrainingService,
+        tokenizer: TextTokenizer,
+        run: str,
         source: Environment,
         group_size: int,
-        on_drawn: OnSampled = lambda _, __: None,
+        on_sampled: OnSampled = lambda _, __: None,
     ) -> None:
-        self._config, self._served, self._training = config, served, training
-        self._source, self._group_size, self._on_drawn = source, group_size, on_drawn
+        self._config, self._service, self._tokenizer, self._run = config, service, tokenizer, run
+        self._source, self._group_size, self._on_sampled = source, group_size, on_sampled
         self._inference: InferenceEngine | None = None
         self._rollouts: Rollouts | None = None
         self._curriculum: Curriculum | None = None
@@ -86,7 +93,7 @@ class EnvironmentRollouts:
         self._asking, self._asked_at = 0, time.monotonic()
 
     async def open(self, taken: int, state: Mapping[str, float] | None = None) -> None:
-        """Gets the environment's tasks after the first `taken`. Nothing is drawn yet.
+        """Gets the environment's tasks after the first `taken`. Nothing is sampled yet.
 
         Args:
             state: what `settle` returned when so many were taken, or before.
@@ -95,25 +102,16 @@ class EnvironmentRollouts:
         self._taken = taken
         self._rollouts = self._build(tasks, taken)
         if self._curriculum is not None:
-            self._training.add_sink(self._learn_rewards)
+            self._service.add_sink(self._learn_rewards)
 
-    async def open_inference(self, cluster: InferenceEngine | None = None) -> None:
+    async def open_inference(self, inference: InferenceEngine) -> None:
         """Opens the engine that samples.
 
-        Args:
-            cluster: samples on the nodes of the cluster that is trained for, in place of this process. An outside
-                engine is one more node then.
-
         Raises:
-            ConfigError: the engine cannot draw what training needs.
+            ConfigError: the engine cannot sample what training needs.
         """
-        check_inference(self._config)
-        inference: InferenceEngine = SharedEngine(self._served.engine)
-        if cluster is not None or self._config.inference.engine.outside:
-            engines = needed("engines.building", "inference.engine")
-            inference = engines.outside_engine(self._config, self._served, cluster)
         self._inference = inference
-        await inference.open(self._training.status().current or BASE_ADAPTER)
+        await inference.open(self._service.status().current or BASE_ADAPTER)
 
     @property
     def taken(self) -> int:
@@ -128,18 +126,17 @@ class EnvironmentRollouts:
     @property
     def live(self) -> AdapterRef:
         """The version that answers tasks now."""
-        return self._training.status().current or BASE_ADAPTER
+        return self._service.status().current or BASE_ADAPTER
 
     @property
     def quiet_s(self) -> float:
-        """Seconds for which no rollout has asked the engine; 0 while it draws, or scores with a reward model."""
-        is_busy = self._asking or self._training.parts.scorers.on_device
+        """Seconds for which no rollout has asked the engine; 0 while it samples, or scores with a reward model."""
+        is_busy = self._asking or self._service.parts.scorers.on_device
         return 0.0 if is_busy else time.monotonic() - self._asked_at
 
     def number_of(self, group_id: str) -> int | None:
         """The number of the task of this run that a group has answered; None: it is no task of this run."""
-        assert self._served.run is not None  # what trains keeps checkpoints
-        group = re.fullmatch(rf"(?:group-)?rollout-{self._served.run.id}-(\d+)(?:-\d+)?", group_id)
+        group = re.fullmatch(rf"(?:group-)?rollout-{self._run}-(\d+)(?:-\d+)?", group_id)
         return None if group is None else int(group[1])
 
     def settle(self, before: int | None = None) -> Mapping[str, float]:
@@ -183,7 +180,7 @@ class EnvironmentRollouts:
 
     def _tasks(self, taken: int, state: Mapping[str, float] | None) -> Iterator[Task]:
         """The environment's tasks after the first `taken`."""
-        tasks = without(self._source.tasks(self._config.rl_training.seed), self._training.parts.held_out)
+        tasks = without(self._source.tasks(self._config.rl_training.seed), self._service.parts.held_out)
         curriculum = self._config.rl_training.curriculum
         if not curriculum.enabled:
             return itertools.islice(tasks, taken, None)
@@ -213,39 +210,38 @@ class EnvironmentRollouts:
             self._curriculum.learn(number, [*rewards])
 
     def _build(self, tasks: Iterator[Task], taken: int) -> Rollouts:
-        training, served = self._config.rl_training, self._served
-        assert served.run is not None  # what trains keeps checkpoints
+        training = self._config.rl_training
         settings = RolloutSettings(
             self._group_size,
             training.max_completion_tokens,
             training.rollout_temperature,
             read_system_prompt(training.system_prompt),
             seed=training.seed,
-            run=served.run.id,
+            run=self._run,
             taken=taken,
             timeout_s=training.rollout_timeout_s,
         )
         return Rollouts(
             self._generate,
-            served.adapters,
-            served.tokenizer,
+            self._service.parts.adapters,
+            self._tokenizer,
             tasks,
             settings,
-            self._on_drawn,
-            self._draw_episodes(settings),
+            self._on_sampled,
+            self._episodes(settings),
         )
 
-    def _draw_episodes(self, settings: RolloutSettings) -> SampleEpisodes | None:
+    def _episodes(self, settings: RolloutSettings) -> SampleEpisodes | None:
         if not is_of_episodes(self._source):
             return None
         episodes = Episodes(
             self._source,
-            self._training.parts.environment_thread,
+            self._service.parts.environment_thread,
             self._ask,
             self._collect_episodes,
-            self._served.tokenizer,
+            self._tokenizer,
             settings,
-            self._on_drawn,
+            self._on_sampled,
         )
         return episodes.sample
 
@@ -253,11 +249,11 @@ class EnvironmentRollouts:
         """See `Collector.collect_episodes`. A group without a signal ends there without an event, so its rewards are
         noted here. Rewards of a scoring function come as an event."""
         self._learn(trajectories[0].group_id, rewards.values())
-        return await self._training.trajectories.collect_episodes(trajectories, rewards)
+        return await self._service.trajectories.collect_episodes(trajectories, rewards)
 
     def _generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
-        """Draws from the inference engine, and collects what it draws."""
-        return self._served.collect(request, self._ask(request))
+        """Samples from the inference engine, and collects what it samples."""
+        return self._service.trajectories.collect(request, self._ask(request))
 
     async def _ask(self, request: GenerationRequest) -> AsyncGenerator[Event, None]:
         assert self._inference is not None  # `open_inference` was called

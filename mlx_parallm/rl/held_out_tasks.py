@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mlx_parallm.app.reward import catalogue_of, reward_of
 from mlx_parallm.config import Config
 from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.tool_text import chat_prompt
 from mlx_parallm.errors import ConfigError, RequestError
+from mlx_parallm.rl.configured_reward import catalogue_of, reward_of
 from mlx_parallm.rl.environments import (
     Environment,
     Task,
