@@ -1,17 +1,17 @@
 """The extras: what few use, and where each takes part. Nothing else lists them, and the rest works without each.
 
-An extra is a module or a package of `mlx_parallm.extras`. It takes part by functions of that module, which are found
-here by their names:
+An extra is a module or a package of `mlx_parallm.extras`. It takes part by modules and functions of its own, which are
+imported when they are asked for:
 
-routes(backend)                     the modules of its routes in the server of a `Backend`; None: those of every server
-metrics(backend)                    the metrics that are read of it at each scrape
-install(config, served, training)   what it adds to a process that trains. Requests find what it returns by the name of
-                                    the extra (`Backend.extra`); None: they ask for nothing
-serve(config, served, training)     the same for what only a server has; training has not started
-kept(run, adapter)                  what it keeps of an adapter in the folder of a run
-forget(run, adapter)                removes that
+routes       modules with routes of the server
+served_if    (backend) -> bool: whether this server has these routes
+metrics      (backend) -> Iterator[Metric]: those that each scrape reads
+install      (training): adds to what trains. Requests find what it returns by the name of the extra (`Backend.extra`)
+serve        (config, served, training): the same in a server, whose training has not started
+kept         (run, adapter) -> Iterator[KeptPart]: what it keeps of an adapter in the folder of a run
+forget       (run, adapter): removes that
 
-The others are asked for by a setting or a name, see `needed`.
+Others are asked for by a setting or a name: see `find` and `needed`.
 """
 
 from __future__ import annotations
@@ -19,29 +19,35 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.errors import ConfigError
 
-EXTRAS: dict[str, tuple[str, ...]] = {
-    "people": ("routes", "install"),
-    "competition": ("routes", "metrics", "install"),
-    "averages": ("routes", "serve"),
-    "reward_models": ("routes", "install"),
-    "lessons": ("routes", "install", "serve", "kept", "forget"),
-    "cluster": ("routes", "metrics"),
-    "tinker": ("routes", "serve"),
-    "ollama": ("routes",),
-    "atropos": ("routes", "serve"),
-    "curriculum": (),
-    "engines": (),
-    "ranks": (),
-    "retrain": (),
-    "service": (),
-    "trackers": (),
-    "verifiers": (),
+if TYPE_CHECKING:
+    from mlx_parallm.server.backend import Backend
+
+EXTRAS: dict[str, dict[str, str]] = {
+    "people": {"routes": "route", "install": "service:install"},
+    "competition": {"routes": "route", "install": "service:install", "metrics": "metric_table:metrics"},
+    "averages": {"routes": "route", "serve": "service:serve"},
+    "reward_models": {"routes": "route", "serve": "trainer:serve"},
+    "lessons": {
+        **{"routes": "route", "install": "record:install", "serve": "service:serve"},
+        **{"kept": "record:kept", "forget": "record:forget_lesson"},
+    },
+    "cluster": {"routes": "http.route", "metrics": "http.metric_table:metrics"},
+    "tinker": {"routes": "route sampling weights", "serve": "service:serve"},
+    "ollama": {"routes": "route embed models", "served_if": "route:is_served"},
+    "atropos": {"routes": "route", "served_if": "route:is_served", "serve": "registration:serve"},
+    "curriculum": {},
+    "engines": {},
+    "ranks": {},
+    "retrain": {},
+    "service": {},
+    "trackers": {},
+    "verifiers": {},
 }
-"""The name of each extra, and the functions above that it has."""
 
 _PACKAGE = "mlx_parallm."
 
@@ -49,10 +55,21 @@ _log = logging.getLogger(__name__)
 
 
 def hooks(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The functions of this name, each with its extra, as far as the extras are there."""
-    for extra, functions in EXTRAS.items():
-        if name in functions and (module := find(extra)) is not None:
-            yield extra, getattr(module, name)
+    """What takes part here, each with its extra, as far as the extras are there."""
+    for extra, parts in EXTRAS.items():
+        if name in parts:
+            path, _, function = parts[name].partition(":")
+            if (module := find(f"{extra}.{path}")) is not None:
+                yield extra, getattr(module, function)
+
+
+def routes(backend: Backend | None) -> Iterator[ModuleType]:
+    """The modules with the routes of extras that the server of a backend has; None: those of all."""
+    unwanted = {extra for extra, served_if in hooks("served_if") if backend is not None and not served_if(backend)}
+    for extra, parts in EXTRAS.items():
+        if extra not in unwanted:
+            modules = (find(f"{extra}.{path}") for path in parts.get("routes", "").split())
+            yield from (module for module in modules if module is not None)
 
 
 def find(extra: str) -> Any:

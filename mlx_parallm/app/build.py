@@ -87,13 +87,6 @@ class Served:
         return self.training.trajectories.collect(request, events)
 
 
-def install_extras(hook: str, config: Config, served: Served, training: TrainingService) -> None:
-    """Puts in the extras that have this hook; see `extras_table`."""
-    for extra, install in hooks(hook):
-        if (offered := install(config, served, training)) is not None:
-            training.extras[extra] = offered
-
-
 def inference_engine(config: Config, served: Served, cluster: InferenceEngine | None = None) -> InferenceEngine:
     """What samples the rollouts of a run: this process, an outside engine, or the nodes of a cluster.
 
@@ -175,8 +168,8 @@ class RunningEngine:
             self.processor.start()
             self.load_seconds = time.monotonic() - started
             assert self._served is not None
-            if self._served.training is not None:
-                install_extras("install", self.config, self._served, self._served.training)
+            if (service := self._served.training) is not None:
+                service.extras |= {extra: install(service) for extra, install in hooks("install")}
             if self.shared.run is not None and training:
                 self._record = self._begin_record(self.shared.run, self._served)
         except BaseException:  # an interrupt too: the folder must not stay locked
@@ -284,7 +277,7 @@ def _training(
     assert run is not None  # a server that trains has a run
     assert inputs is not None
     journal = Journal(JournalFile(run.path / JOURNAL, manager.fingerprint), config.checkpointing.journal_updates)
-    extra = find("reward_models")
+    extra = find("reward_models.service")
     reward_models = None if extra is None else extra.open_models(processor, trainer, manager, config)
     training = build_training(
         processor, trainer, base.adapters, base.known, base.tokenizer, config, journal, reward_models, inputs

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from mlx_parallm import logs
 from mlx_parallm.app import banner
 from mlx_parallm.app.all_adapters import AllAdapters
-from mlx_parallm.app.build import RunningEngine, Served, inference_engine, install_extras, metrics_file, start_tracking
+from mlx_parallm.app.build import RunningEngine, Served, inference_engine, metrics_file, start_tracking
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.models import BaseSet, build_base_set
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
-from mlx_parallm.extras_table import find, needed
+from mlx_parallm.extras_table import find, hooks, needed
 from mlx_parallm.rl.deletion import Deletion
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts.server import ServerRollouts, environment_of
@@ -237,7 +237,8 @@ class IntegratedServer:
                 self._environment = await asyncio.to_thread(environment_of, self._config)
                 self._served = await asyncio.to_thread(self._engine.start)
                 if (training := self._served.training) is not None:
-                    install_extras("serve", self._config, self._served, training)
+                    offered = {extra: serve(self._config, self._served, training) for extra, serve in hooks("serve")}
+                    training.extras |= offered
             return self._served
 
     async def _stop(self) -> None:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
-from mlx_parallm import __version__
-from mlx_parallm.extras_table import hooks
+from mlx_parallm import __version__, extras_table
 from mlx_parallm.server.api import (
     adapters,
     chat,
@@ -72,7 +71,7 @@ ROUTES = (
 
 def all_routes(backend: Backend | None = None) -> tuple[ModuleType, ...]:
     """The modules with the routes of a server's API; None: those of a server that serves every API."""
-    return (*ROUTES, *(module for _, routes in hooks("routes") for module in routes(backend)))
+    return (*ROUTES, *extras_table.routes(backend))
 
 
 def create_app(backend: Backend, traces: Traces | None = None) -> FastAPI:

@@ -9,9 +9,19 @@ from pkgutil import iter_modules
 
 import pytest
 
-from mlx_parallm import extras
+from mlx_parallm import extras, extras_table
 
-EXTRAS = [module.name for module in iter_modules(extras.__path__)]
+NAMES = [module.name for module in iter_modules(extras.__path__)]
+
+
+def test_the_table_names_what_there_is() -> None:
+    assert sorted(extras_table.EXTRAS) == sorted(NAMES)
+    assert len([*extras_table.routes(None)]) == sum(
+        len(parts.get("routes", "").split()) for parts in extras_table.EXTRAS.values()
+    )
+    for hook in ("served_if", "metrics", "install", "serve", "kept", "forget"):
+        having = [extra for extra, parts in extras_table.EXTRAS.items() if hook in parts]
+        assert [extra for extra, function in extras_table.hooks(hook) if callable(function)] == having
 
 
 def serve_without(folder: Path, package: str) -> None:
@@ -27,6 +37,6 @@ def test_a_server_needs_none_of_the_extras(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", NAMES)
 def test_a_server_runs_without_an_extra(tmp_path: Path, extra: str) -> None:
     serve_without(tmp_path, f"{extras.__name__}.{extra}")

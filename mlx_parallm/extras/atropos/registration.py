@@ -9,6 +9,7 @@ from mlx_parallm.app.build import Served
 from mlx_parallm.app.training_run import ENDLESS
 from mlx_parallm.config import Config
 from mlx_parallm.extras.atropos.groups import AtroposGroups
+from mlx_parallm.extras.atropos.route import AtroposParts
 from mlx_parallm.extras.atropos.scored_data import TokenLimits
 from mlx_parallm.extras.atropos.source import AtroposSource
 from mlx_parallm.extras.atropos.trajectory_api import Registration, TrajectoryApi
@@ -63,3 +64,16 @@ class Batches:
         if self._source is not None and self._taking is not None:
             self._taking.cancel()
             await self._source.close()
+
+
+def serve(config: Config, served: Served, training: TrainingService) -> AtroposParts | None:
+    """Takes the batches of the API at `rl_training.atropos_url`, and has an API of its own if `server.atropos_api` says
+    so."""
+    if config.rl_training.atropos_url is not None:
+        batches = Batches(config, served, training)
+        training.hooks.started.append(batches.start)
+        training.hooks.ending.append(batches.close)
+    if not config.server.atropos_api:
+        return None
+    groups = AtroposGroups(training)
+    return AtroposParts.of(registration(config, served, step=0), training, groups, served.card)

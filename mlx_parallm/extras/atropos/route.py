@@ -31,6 +31,7 @@ from mlx_parallm.extras.atropos.source import SOURCE
 from mlx_parallm.extras.atropos.trajectory_api import Registration
 from mlx_parallm.server.access import NamedKey, Role
 from mlx_parallm.server.api.root import page_for
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.routing import Router
 from mlx_parallm.server.services import Services, ServicesDep
@@ -223,3 +224,8 @@ async def wandb_info(parts: PartsDep) -> dict[str, str]:
 async def status(parts: PartsDep) -> dict[str, int]:
     """Updates made so far, and groups that wait."""
     return {"current_step": parts.step, "queue_size": sum(map(len, parts.groups.sizes().values()))}
+
+
+def is_served(backend: Backend) -> bool:
+    """Whether a server has these routes."""
+    return backend.extra("atropos") is not None

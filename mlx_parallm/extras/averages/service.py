@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from mlx_parallm.adapters.average import Average, average
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
+from mlx_parallm.app.build import Served
+from mlx_parallm.config import Config
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef, AdapterText, check_name
 from mlx_parallm.core.json_values import ANSWER
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
@@ -177,3 +179,8 @@ class Averages:
             checkpoint=card.checkpoint,
             metrics={} if card.evaluation is None else dict(card.evaluation.metrics),
         )
+
+
+def serve(config: Config, served: Served, training: TrainingService) -> Averages:
+    """What requests for averages ask."""
+    return Averages(training, served.known.registry, served.known.library.max_rank)

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.optional_packages import CLUSTER
 
 if TYPE_CHECKING:
-    from prometheus_client.core import Metric
-
     from mlx_parallm.config import Config
-    from mlx_parallm.server.backend import Backend
-
-
-def routes(backend: Backend | None) -> tuple[ModuleType, ...]:
-    from mlx_parallm.extras.cluster.http import route
-
-    return (route,)
-
-
-def metrics(backend: Backend) -> Iterator[Metric]:
-    from mlx_parallm.extras.cluster.http.metric_table import metrics as read
-
-    return read(backend)
 
 
 def prepared(config: Config, trains: bool = False) -> Config:

@@ -7,6 +7,7 @@ import json
 import logging
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from mlx_parallm import atomic
+from mlx_parallm.adapters.cards import KeptPart
 from mlx_parallm.extras.lessons.cards import LessonCard, LessonOutcome
 from mlx_parallm.rl.rollouts.answers import group_prefixes
 from mlx_parallm.rl.trajectories import DropReason
@@ -97,3 +99,9 @@ def interrupted(card: LessonCard) -> LessonCard:
     return replace(
         card, state="ended", outcome=LessonOutcome.INTERRUPTED, reason=reason, ended=time.time(), showing=None
     )
+
+
+def kept(run: Path, adapter: str) -> Iterator[KeptPart]:
+    """The last lesson, if it was one of the adapter."""
+    lesson = read_lesson(run)
+    yield KeptPart("lesson", str(run / FILE), int(lesson is not None and lesson.adapter == adapter))

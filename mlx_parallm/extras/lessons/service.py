@@ -390,3 +390,10 @@ class Lessons:
         task = spawn(work, _log, "a change of a lesson")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def serve(config: Config, served: Served, training: TrainingService) -> Lessons:
+    """What requests for lessons ask. The running lesson ends before training does."""
+    lessons = Lessons(config, served, training)
+    training.hooks.ending.append(lessons.close)
+    return lessons

@@ -22,6 +22,7 @@ from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.chat import ChatBody, PlannedChat, plan_chat
 from mlx_parallm.server.api.completions import plan_completion
 from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
+from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.body import validated
 from mlx_parallm.server.generation import GenerationResponse
 from mlx_parallm.server.openapi import in_lines
@@ -153,3 +154,8 @@ async def _loaded(body: PromptedBody, services: Services) -> dict[str, Any]:
 
 def _json(answer: ChatAnswer | GenerateAnswer) -> Response:
     return Response(answer.json_text(), media_type="application/json")
+
+
+def is_served(backend: Backend) -> bool:
+    """Whether a server has the routes of Ollama's API."""
+    return backend.config.ollama_api

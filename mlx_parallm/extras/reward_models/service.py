@@ -6,11 +6,15 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from mlx_parallm.config import Config
 from mlx_parallm.core.text import TextTokenizer, end_id
 from mlx_parallm.core.trajectories import Trajectory
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.extras.reward_models.folder import RewardModelFolder
 from mlx_parallm.extras.reward_models.learning import RewardModelDevice
 from mlx_parallm.extras.reward_models.model import RewardModel
+from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.train.trainer import GRPOTrainer
 
 MOST_LOADED = 4
 """Reward models in memory. The one that was used longest ago gives way."""
@@ -79,3 +83,11 @@ class RewardModels:
             return model
 
         return await self.device.device.run(to_device)
+
+
+def open_models(
+    processor: ContinuousBatchProcessor, trainer: GRPOTrainer, manager: SharedModelManager, config: Config
+) -> RewardModels:
+    """The reward models of the adapter folder, which the trainer scores with and trains."""
+    folder = RewardModelFolder(config.adapters.adapter_dir, manager.fingerprint)
+    return RewardModels(RewardModelDevice(processor, trainer), folder, manager.tokenizer)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from mlx_parallm.config import ModelConfig
+from mlx_parallm.app.build import Served
+from mlx_parallm.config import Config, ModelConfig
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError
@@ -16,6 +17,7 @@ from mlx_parallm.extras.reward_models.preferences import Preference, split
 from mlx_parallm.extras.reward_models.service import RewardModels
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.scoring.scorers import REWARD_MODEL
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.trajectories import DropReason
 
 MOST_PREFERENCES = 4096
@@ -115,3 +117,9 @@ def _card(name: str, result: FitResult) -> RewardModelCard:
         held_out_low=low,
         held_out_high=high,
     )
+
+
+def serve(config: Config, served: Served, training: TrainingService) -> RewardModelTrainer | None:
+    """What requests to train reward models ask."""
+    models = training.parts.scorers.reward_models
+    return None if models is None else RewardModelTrainer(models, training.parts.journal, config.model)

@@ -17,12 +17,15 @@ from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import AdapterLayout, LinearSpec, VersionInfo
-from mlx_parallm.config import ModelConfig, OptimizerConfig
+from mlx_parallm.app.build import Served
+from mlx_parallm.config import Config, ModelConfig, OptimizerConfig
 from mlx_parallm.core.adapters import AdapterRef, check_name
 from mlx_parallm.core.summed import SummedLoss, TargetedTokens
 from mlx_parallm.errors import ConflictError, InvalidRequestError, OverloadedError, UnknownModelError
 from mlx_parallm.extras.tinker.records import AdamSettings, Layers, PolicyCard, PolicySpec, PolicyStep, TokenScores
+from mlx_parallm.extras.tinker.server import TinkerServer
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
+from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.train.data import PLACEHOLDERS, Datum
 from mlx_parallm.train.learner import Learner
 from mlx_parallm.train.policy import PolicySnapshot
@@ -332,3 +335,18 @@ def _optimizer(adam: AdamSettings) -> OptimizerConfig:
         weight_decay=adam.weight_decay,
         max_grad_norm=adam.max_grad_norm,
     )
+
+
+def serve(config: Config, served: Served, training: TrainingService) -> TinkerServer:
+    """What requests of the Tinker API ask."""
+    settings, known = config.rl_training.tinker, served.known
+    policies = TinkerService(
+        training.parts.learner,
+        served.adapters,
+        training.parts.checkpoints,
+        known.registry,
+        known.library.layout,
+        known.library.max_rank,
+        settings.max_models,
+    )
+    return TinkerServer(policies, served.card, settings)
