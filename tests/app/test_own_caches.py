@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from app.engines import answer, engine
 from family_checks import CONFIGURATIONS
 from harness import assert_same_tokens, solo
 from tiny import EOS_ID, VOCAB_SIZE, build_model, save_directory
 
 from mlx_parallm.app import base_model
-from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.config import configure
-from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 
 CONFIG = {**CONFIGURATIONS["ours deepseek_v41"], "vocab_size": VOCAB_SIZE, "eos_token_id": EOS_ID}
@@ -28,30 +27,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "model"
 
 
-def engine(folder: Path, **server: object) -> RunningEngine:
-    keys = {f"server__{name}": value for name, value in server.items()}
-    return RunningEngine(configure(folder, rl_training__enabled=False, server__kv_cache_memory="16MB", **keys))
-
-
 @pytest.mark.timeout(120)
 async def test_it_is_served_row_by_row_and_not_trained(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     served = engine(folder)
     served.start()
     try:
-        events = [
-            [event async for event in served.processor.generate(request)]
-            for request in (
-                GenerationRequest(name, (PROMPT,), SamplingParams(temperature=0.0), StopParams(8)) for name in "ab"
-            )
-        ]
+        answers = [await answer(served, PROMPT) for _ in range(2)]
     finally:
         served.stop()
     model = build_model(CONFIG)
-    for each in events:
-        tokens = [token for event in each if isinstance(event, SequenceOutput) for token in event.token_ids]
+    for tokens, finished in answers:
         assert_same_tokens(tokens, solo(model, PROMPT, 8), 1e-4)
-        assert isinstance(each[-1], RequestFinished)
-        assert each[-1].cached_tokens == 0
+        assert finished.cached_tokens == 0
     assert "is served row by row and without a prefix cache" in caplog.text
     with pytest.raises(UnsupportedModelError, match="served and not trained: its caches are of a class of its own"):
         async with IntegratedServer(configure(folder, server__kv_cache_memory="16MB")).session():
@@ -61,16 +48,16 @@ async def test_it_is_served_row_by_row_and_not_trained(folder: Path, caplog: pyt
 @pytest.mark.parametrize(
     ("option", "error", "reason"),
     [
-        ({"kv_bits": 8}, UnsupportedModelError, "--kv-bits 8 .* caches of their own"),
-        ({"speculation": "ngram"}, UnsupportedModelError, "--speculation ngram .* caches of its own"),
-        ({"prefix_cache_dir": "prefixes"}, ConfigError, "--prefix-cache-dir .* caches of its own"),
+        ({"server__kv_bits": 8}, UnsupportedModelError, "--kv-bits 8 .* caches of their own"),
+        ({"server__speculation": "ngram"}, UnsupportedModelError, "--speculation ngram .* caches of its own"),
+        ({"server__prefix_cache_dir": "prefixes"}, ConfigError, "--prefix-cache-dir .* caches of its own"),
     ],
 )
 def test_what_needs_keys_and_values_is_refused(
     option: dict[str, Any], error: type[Exception], reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base_model, "prove_once", lambda *_: None)
-    if "prefix_cache_dir" in option:
-        option = {"prefix_cache_dir": folder.parent / "prefixes"}
+    if "server__prefix_cache_dir" in option:
+        option = {"server__prefix_cache_dir": folder.parent / "prefixes"}
     with pytest.raises(error, match=reason):
         engine(folder, **option).start()

@@ -6,38 +6,26 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from app.engines import answer, engine
 from tiny import save_tiny
 
-from mlx_parallm.app.build import RunningEngine
-from mlx_parallm.config import configure
-from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import ConfigError
 
 PROMPT = tuple(i * i % 251 for i in range(300))
 
 
-def engine(folder: Path, **server: object) -> RunningEngine:
-    keys = {f"server__{name}": value for name, value in server.items()}
-    return RunningEngine(
-        configure(folder / "model", rl_training__enabled=False, server__kv_cache_memory="16MB", **keys)
-    )
-
-
-async def answer(folder: Path, files: int) -> tuple[list[int], int]:
+async def asked(folder: Path, files: int) -> tuple[list[int], int]:
     """Starts a server, asks it, and stops it when so many files are on the disk. Returns the answer's tokens and the
     cached tokens."""
-    served = engine(folder, prefix_cache_dir=folder / "prefixes")
+    served = engine(folder / "model", server__prefix_cache_dir=folder / "prefixes")
     served.start()
     try:
-        request = GenerationRequest("x", (PROMPT,), SamplingParams(temperature=0.0), StopParams(8))
-        events = [event async for event in served.processor.generate(request)]
+        tokens, finished = await answer(served, PROMPT)
         while len(list((folder / "prefixes").glob("*.kv"))) < files:
             await asyncio.sleep(0.01)
     finally:
         served.stop()
-    assert isinstance(events[-1], RequestFinished)
-    tokens = [token for event in events if isinstance(event, SequenceOutput) for token in event.token_ids]
-    return tokens, events[-1].cached_tokens
+    return tokens, finished.cached_tokens
 
 
 @pytest.mark.timeout(120)
@@ -47,7 +35,7 @@ async def test_a_server_that_starts_again_has_what_the_last_one_computed(
 ) -> None:
     """The four full blocks of the prompt, and the state after them if there are recurrent layers."""
     save_tiny(family, tmp_path / "model")
-    first, again = await answer(tmp_path, files), await answer(tmp_path, files)
+    first, again = await asked(tmp_path, files), await asked(tmp_path, files)
     assert (first[1], again[1]) == (0, 256)
     assert first[0] == again[0]
 
@@ -57,6 +45,7 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path, fault: str) -> Non
     save_tiny("llama", tmp_path / "model")
     (tmp_path / "file").write_text("x")
     none = fault == "there is no prefix cache"
-    served = engine(tmp_path, prefix_cache=not none, prefix_cache_dir=tmp_path / ("prefixes" if none else "file"))
+    folder = tmp_path / ("prefixes" if none else "file")
+    served = engine(tmp_path / "model", server__prefix_cache=not none, server__prefix_cache_dir=folder)
     with pytest.raises(ConfigError, match="--prefix-cache-dir"):
         served.start()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
-from harness import FixedCost
+from app.engines import answer, engine
+from harness import FixedCost, assert_same_tokens, solo
 from lora import layout_of, random_adapter
 from tiny import save_tiny, tiny_model
 
@@ -14,12 +16,13 @@ from benchmarks.lib.programs.drafts import write_first_layers
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.app.build import RunningEngine
 from mlx_parallm.config import configure
-from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.kv.device_memory import MemoryAccount
 
 PROMPT = tuple(i * i % 251 for i in range(80))
+REPEATED = (5, 6, 7, 8) * 20
+"""A prompt whose continuation is guessed where guessing is possible."""
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def engine(folder: Path, speculation: str, draft: str | None = None, **keys: object) -> RunningEngine:
-    keys = {"server__speculation": speculation, "model__draft_model": draft, "server__kv_cache_memory": "16MB", **keys}
+def drafting(folder: Path, speculation: str, draft: str | None = None, **keys: object) -> RunningEngine:
     keys.setdefault("adapters__adapter_dir", folder / "adapters")
-    return RunningEngine(configure(folder / "model", rl_training__enabled=False, **keys))
+    return engine(folder / "model", server__speculation=speculation, model__draft_model=draft, **keys)
 
 
 @pytest.fixture(autouse=True)
@@ -47,41 +49,35 @@ def passes_that_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_parallm.engine.draft_loading.replace", lambda cost: FixedCost(0.001, 1e-5, 1e-9))
 
 
-async def answer(engine: RunningEngine, adapter: str | None = None) -> tuple[list[int], EngineStats]:
+async def guessed(drafting: RunningEngine, adapter: str | None = None) -> tuple[list[int], EngineStats]:
     """The tokens of an answer, and what the engine has counted."""
-    served = engine.start()
+    served = drafting.start()
     try:
-        pin = {} if adapter is None else {"adapter": served.adapters.find(adapter).ref}
-        request = GenerationRequest(
-            "x", (PROMPT,), SamplingParams(temperature=0.0), StopParams(40, ignore_eos=True), **pin
-        )
-        events = [event async for event in engine.processor.generate(request)]
-        tokens = [token for event in events if isinstance(event, SequenceOutput) for token in event.token_ids]
-        while engine.processor.stats().generation_tokens_total < len(tokens):
+        pin = None if adapter is None else served.adapters.find(adapter).ref
+        tokens, _ = await answer(drafting, PROMPT, 40, pin)
+        while drafting.processor.stats().generation_tokens_total < len(tokens):
             await asyncio.sleep(0.01)
-        stats = engine.processor.stats()
+        return tokens, drafting.processor.stats()
     finally:
-        engine.stop()
-    assert isinstance(events[-1], RequestFinished)
-    return tokens, stats
+        drafting.stop()
 
 
 async def test_a_draft_model_guesses_for_the_base_model(folder: Path) -> None:
-    expected, without = await answer(engine(folder, "off"))
-    got, stats = await answer(engine(folder, "draft", str(folder / "small")))
+    expected, without = await guessed(drafting(folder, "off"))
+    got, stats = await guessed(drafting(folder, "draft", str(folder / "small")))
     assert got == expected
     assert stats.draft_tokens_total > 0 == without.draft_tokens_total
     assert stats.memory_bytes[MemoryAccount.DRAFT_MODEL] > 100_000, "its weights, at least"
-    _, itself = await answer(engine(folder, "draft", str(folder / "model")))
+    _, itself = await guessed(drafting(folder, "draft", str(folder / "model")))
     assert itself.accepted_draft_tokens_total == itself.draft_tokens_total > 20, "with all layers it is always right"
 
 
 async def test_the_base_model_guesses_for_its_adapter(folder: Path) -> None:
-    expected, _ = await answer(engine(folder, "off"), "a")
-    got, stats = await answer(engine(folder, "draft", "base"), "a")
+    expected, _ = await guessed(drafting(folder, "off"), "a")
+    got, stats = await guessed(drafting(folder, "draft", "base"), "a")
     assert got == expected
     assert stats.accepted_draft_tokens_total > 0
-    _, other = await answer(engine(folder, "draft", "base"))
+    _, other = await guessed(drafting(folder, "draft", "base"))
     assert other.draft_tokens_total == 0
 
 
@@ -98,7 +94,7 @@ def test_settings_that_contradict_each_other_are_refused(
     folder: Path, speculation: str, draft: str, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        engine(folder, speculation, draft)
+        drafting(folder, speculation, draft)
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -106,18 +102,18 @@ def test_a_draft_model_with_another_vocabulary_is_refused(folder: Path, tmp_path
     tokenizer = tmp_path / "other" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace("<|im_end|>", "<|end|>"))
     with pytest.raises(ConfigError, match=r"'<\|end\|>' has no id in the base model and the id 257 in the draft"):
-        engine(folder, "draft", str(tmp_path / "other")).start()
+        drafting(folder, "draft", str(tmp_path / "other")).start()
 
 
 def test_a_draft_model_that_is_not_there_is_refused(folder: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        engine(folder, "draft", str(folder / "nowhere")).start()
+        drafting(folder, "draft", str(folder / "nowhere")).start()
 
 
 def test_a_draft_model_for_several_base_models_is_refused(folder: Path) -> None:
     several = {"model__other_base_models": (str(folder / "small"),)}
     with pytest.raises(ConfigError, match="guesses for one base model, and there are several"):
-        engine(folder, "auto", str(folder / "small"), **several).start()
+        drafting(folder, "auto", str(folder / "small"), **several).start()
 
 
 def test_a_model_that_cannot_forget_wrong_guesses_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -125,9 +121,25 @@ def test_a_model_that_cannot_forget_wrong_guesses_is_refused(folder: Path, tmp_p
     save_tiny("mamba", tmp_path / "model")
     for speculation, draft in (("ngram", None), ("draft", "base"), ("auto", "base")):
         with pytest.raises(UnsupportedModelError, match=f"--speculation {speculation} needs .* has recurrent"):
-            engine(tmp_path, speculation, draft, adapters__adapter_dir=None).start()
+            drafting(tmp_path, speculation, draft, adapters__adapter_dir=None).start()
     with pytest.raises(UnsupportedModelError, match=r"--draft-model .* has recurrent layers"):
-        engine(folder, "draft", str(tmp_path / "model")).start()
+        drafting(folder, "draft", str(tmp_path / "model")).start()
+
+
+@pytest.mark.parametrize("family", ["lfm2", "mamba"])
+async def test_rows_that_cannot_be_rolled_back_are_served_without_guesses(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_tiny(family, tmp_path / "model")
+    served = engine(tmp_path / "model", server__speculation="auto")
+    with caplog.at_level(logging.INFO, "mlx_parallm.engine.draft_loading"):
+        served.start()
+    try:
+        tokens, _ = await answer(served, REPEATED)
+    finally:
+        served.stop()
+    assert_same_tokens(tokens, solo(model, REPEATED, 8), 1e-5)
+    assert "model is served without speculation" in caplog.text
 
 
 @pytest.mark.slow
@@ -139,7 +151,7 @@ async def test_first_layers_of_the_bundled_model_guess_for_it(
     """All of them are the model itself, so they are right."""
     write_first_layers(tmp_path / "first", layers)
     drafts = {"server__speculation": "draft", "model__draft_model": str(tmp_path / "first")}
-    expected, _ = await answer(RunningEngine(configure(None, rl_training__enabled=False)))
-    got, stats = await answer(RunningEngine(configure(None, rl_training__enabled=False, **drafts)))
+    expected, _ = await guessed(RunningEngine(configure(None, rl_training__enabled=False)))
+    got, stats = await guessed(RunningEngine(configure(None, rl_training__enabled=False, **drafts)))
     assert got == expected
     assert least <= stats.accepted_draft_tokens_total / stats.draft_tokens_total <= most
