@@ -87,6 +87,23 @@ class Served:
         return self.training.trajectories.collect(request, events)
 
 
+def ranks_of(config: Config) -> Ranks | None:
+    """The processes that `mlx.launch` has started, among which the model is split; None: there is this one only.
+
+    Raises:
+        ConfigError: the configuration asks for what a split model cannot do.
+    """
+    extra = find("ranks")
+    ranks: Ranks | None = None if extra is None else extra.joined(config)
+    return ranks
+
+
+def follow(config: Config, ranks: Ranks) -> int:
+    """Computes with rank 0 until it ends; returns the process's exit code."""
+    exit_code: int = needed("ranks.running", "mlx.launch").follow(config, ranks)
+    return exit_code
+
+
 def inference_engine(config: Config, served: Served, cluster: InferenceEngine | None = None) -> InferenceEngine:
     """What samples the rollouts of a run: this process, an outside engine, or the nodes of a cluster.
 

@@ -13,11 +13,19 @@ from typing import TYPE_CHECKING
 from mlx_parallm import logs
 from mlx_parallm.app import banner
 from mlx_parallm.app.all_adapters import AllAdapters
-from mlx_parallm.app.build import RunningEngine, Served, inference_engine, metrics_file, start_tracking
+from mlx_parallm.app.build import (
+    RunningEngine,
+    Served,
+    follow,
+    inference_engine,
+    metrics_file,
+    ranks_of,
+    start_tracking,
+)
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.models import BaseSet, build_base_set
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
-from mlx_parallm.extras_table import find, hooks, needed
+from mlx_parallm.extras_table import hooks, needed
 from mlx_parallm.rl.deletion import Deletion
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts.server import ServerRollouts, environment_of
@@ -54,23 +62,6 @@ def run(config: Config) -> int:
     if config.cluster.wanted:
         config = needed("cluster", "cluster").prepared(config)
     return asyncio.run(_run(config, ranks))
-
-
-def ranks_of(config: Config) -> Ranks | None:
-    """The processes that `mlx.launch` has started, among which the model is split; None: there is this one only.
-
-    Raises:
-        ConfigError: the configuration asks for what a split model cannot do.
-    """
-    extra = find("ranks")
-    ranks: Ranks | None = None if extra is None else extra.joined(config)
-    return ranks
-
-
-def follow(config: Config, ranks: Ranks) -> int:
-    """Computes with rank 0 until it ends; returns the process's exit code."""
-    exit_code: int = needed("ranks.running", "mlx.launch").follow(config, ranks)
-    return exit_code
 
 
 @asynccontextmanager

@@ -13,8 +13,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from mlx_parallm import logs
-from mlx_parallm.app.build import RunningEngine, Served, start_tracking
-from mlx_parallm.app.serve import follow, ranks_of
+from mlx_parallm.app.build import RunningEngine, follow, ranks_of, start_tracking
 from mlx_parallm.app.training_run import EnvironmentRun, TrainingRun, TrainOptions, TrainView
 from mlx_parallm.config import Config
 from mlx_parallm.engine.machine_watch import MachineWatch
@@ -25,11 +24,7 @@ from mlx_parallm.rl.configured_reward import check_scorable
 from mlx_parallm.rl.environments import Environment, environment
 from mlx_parallm.rl.rollouts.environment import check_inference
 from mlx_parallm.rl.runs.record import RunState
-from mlx_parallm.rl.service import TrainingService
-from mlx_parallm.rl.tracking import Tracking
 from mlx_parallm.rl.updates import plateau, reports
-
-RunParts = tuple[Config, TrainOptions, TrainView, Served, TrainingService, Tracking]
 
 _SHOWN = (reports.__name__, divergence.__name__, plateau.__name__)
 """Loggers of what the view shows too."""
@@ -71,10 +66,9 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     assert served.training is not None  # the command's configuration trains
     assert served.run is not None
     try:
-        with closing(start_tracking(config, served.run, options.log)) as tracking:
-            parts = (config, options, view, served, served.training, tracking)
-            with engine.failures_recorded():
-                exit_code = asyncio.run(_until_signal(_watched(engine.watch, _work(parts, source))))
+        with closing(start_tracking(config, served.run, options.log)) as tracking, engine.failures_recorded():
+            steps = _run_of(source, config, options, view, served, served.training, tracking)
+            exit_code = asyncio.run(_until_signal(_work(engine.watch, config, steps)))
         if exit_code:
             engine.ends(RunState.INTERRUPTED, f"it was stopped by {signal.Signals(exit_code - 128).name}")
         return exit_code
@@ -88,22 +82,9 @@ def _learns_from_clients(config: Config) -> bool:
     return config.cluster.wanted and training.environment is None and training.atropos_url is None
 
 
-def _work(parts: RunParts, source: Environment | None) -> Coroutine[Any, Any, None]:
-    """All steps of the run."""
-    config, steps = parts[0], _run_of(parts, source)
-    if not config.cluster.wanted:
-        return steps.run()
-    work: Coroutine[Any, Any, None] = needed("cluster.running.run", "cluster").run_in_cluster(config, steps)
-    return work
-
-
-async def _watched(watch: MachineWatch, work: Coroutine[Any, Any, None]) -> None:
-    async with watch.running():
-        await work
-
-
-def _run_of(parts: RunParts, source: Environment | None) -> TrainingRun:
-    """The run on an environment, on Atropos' groups, or on what the clients of a cluster send."""
+def _run_of(source: Environment | None, *parts: Any) -> TrainingRun:
+    """The run on an environment, on what the clients of a cluster send, or on Atropos' groups. `parts`: those of
+    `TrainingRun`."""
     if source is not None:
         return EnvironmentRun(*parts, source=source)
     kind: type[TrainingRun]
@@ -112,6 +93,15 @@ def _run_of(parts: RunParts, source: Environment | None) -> TrainingRun:
     else:
         kind = needed("atropos.run", "rl_training.atropos_url").AtroposRun
     return kind(*parts)
+
+
+async def _work(watch: MachineWatch, config: Config, steps: TrainingRun) -> None:
+    """All steps of the run, while the machine is watched."""
+    async with watch.running():
+        if config.cluster.wanted:
+            await needed("cluster.running.run", "cluster").run_in_cluster(config, steps)
+        else:
+            await steps.run()
 
 
 async def _until_signal(work: Coroutine[Any, Any, None]) -> int:

@@ -21,8 +21,13 @@ def test_class_is_there(name: str) -> None:
     assert getattr(mlx_parallm, name).__name__ == name
 
 
-def test_importing_the_package_loads_no_mlx() -> None:
-    code = "import sys, mlx_parallm; sys.exit(any(name in sys.modules for name in ('mlx.core', 'transformers')))"
+@pytest.mark.parametrize(
+    ("module", "left_out"),
+    [("mlx_parallm", ("mlx.core", "transformers")), ("mlx_parallm.app.train", ("fastapi", "mlx_parallm.server"))],
+)
+def test_importing_loads_no_more_than_is_used(module: str, left_out: tuple[str, ...]) -> None:
+    """The package alone loads no MLX, and a run without HTTP nothing that serves."""
+    code = f"import sys, {module}; sys.exit(any(name in sys.modules for name in {left_out}))"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
