@@ -78,10 +78,7 @@ class Served:
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[Event]:
         """Answers a request (see `core.EngineClient`), and collects it for training if it has a `collection`."""
-        return self.collect(request, self.engine.generate(request))
-
-    def collect(self, request: GenerationRequest, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
-        """Passes on the events of a request, and collects it for training if it has a `collection`."""
+        events = self.engine.generate(request)
         if self.training is None or request.collection is None:
             return events
         return self.training.trajectories.collect(request, events)

@@ -21,7 +21,7 @@ GROUPS, SIZE = 2, 4
 
 
 class Rollouts:
-    """Each task is answered when `draw` is called for it. Until then its rollouts wait for a tool."""
+    """Each task is answered when `sample` is called for it. Until then its rollouts wait for a tool."""
 
     def __init__(self, world: World) -> None:
         self.taken, self.live, self.quiet_s = 0, AdapterRef("a", 1), 100.0
@@ -52,7 +52,7 @@ class Rollouts:
             raise
         return RolloutResult(len(numbers), ())
 
-    def draw(self, *numbers: int) -> None:
+    def sample(self, *numbers: int) -> None:
         for number in numbers:
             self._may_end[number].set()
 
@@ -115,9 +115,9 @@ class World:
         batch = await self.steps.next_batch(groups)
         return batch, asyncio.create_task(self.steps.finish(batch))
 
-    async def draw(self, *numbers: int) -> None:
+    async def sample(self, *numbers: int) -> None:
         """All answers to these tasks end."""
-        self.rollouts.draw(*numbers)
+        self.rollouts.sample(*numbers)
         await until(lambda: all(number in self.rewarded for number in numbers))
 
     def reward(self, *numbers: int) -> None:
@@ -140,7 +140,7 @@ class World:
         """A step whose rewards come at once."""
         batch, ended = await self.begin(is_last)
         numbers = range(batch.first, batch.end)
-        await self.draw(*numbers)
+        await self.sample(*numbers)
         self.reward(*numbers)
         await ended
         return self.update()

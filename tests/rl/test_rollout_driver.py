@@ -16,8 +16,8 @@ WANTED, SIZE = 4, 2
 
 
 class World:
-    """A server that is to draw groups, and what its next update needs. `drawing`: those that are being drawn, which
-    `end` ends."""
+    """A server that is to sample groups, and what its next update needs. `sampling`: those that are being sampled,
+    which `end` ends."""
 
     per_update = WANTED
 
@@ -25,7 +25,7 @@ class World:
         self.taken, self.quiet_s = 0, 0.0
         self.has_enough, self.is_paused, self.is_changing = False, False, False
         self.with_signal = self.groups_in_scoring = self.waiting = 0
-        self.drawing: list[asyncio.Future[RolloutResult]] = []
+        self.sampling: list[asyncio.Future[RolloutResult]] = []
         config = changed(TRAINING, **{"draw_ahead_after_s": 0.01, **settings})
         self.looks = 0
         self.driver = RolloutDriver(self, self, lambda: self.groups_in_scoring, config, SIZE, 16, self.holds_back)
@@ -38,16 +38,16 @@ class World:
 
     async def sample(self, groups: int) -> RolloutResult:
         self.taken += groups
-        self.drawing.append(asyncio.get_running_loop().create_future())
-        return await self.drawing[-1]
+        self.sampling.append(asyncio.get_running_loop().create_future())
+        return await self.sampling[-1]
 
     def end(self, groups: int) -> None:
-        """So many groups are drawn, and wait for their rewards."""
+        """So many groups are sampled, and wait for their rewards."""
         self.groups_in_scoring += groups
         self.waiting += groups * SIZE
-        for drawn in self.drawing[:groups]:
-            drawn.set_result(RolloutResult(1, ()))
-        del self.drawing[:groups]
+        for sampled in self.sampling[:groups]:
+            sampled.set_result(RolloutResult(1, ()))
+        del self.sampling[:groups]
 
     def reward(self, groups: int) -> None:
         self.groups_in_scoring -= groups
@@ -91,7 +91,7 @@ async def test_whatever_ends_the_rollouts_is_in_their_status(world: World, caplo
     assert "Traceback" in caplog.text
 
 
-async def test_while_rewards_are_awaited_the_groups_of_one_more_update_are_drawn(world: World) -> None:
+async def test_while_rewards_are_awaited_the_groups_of_one_more_update_are_sampled(world: World) -> None:
     await world.takes(2)
     world.end(2)
     world.quiet_s = 1.0
@@ -112,7 +112,7 @@ async def test_groups_that_wait_for_tools_count_like_those_that_wait_for_rewards
     await world.takes(4)
 
 
-async def test_nothing_is_drawn_ahead_while_the_model_draws_or_nothing_waits(world: World) -> None:
+async def test_nothing_is_sampled_ahead_while_the_model_samples_or_nothing_waits(world: World) -> None:
     await world.takes(2)
     world.end(2)
     world.reward(2)

@@ -1,4 +1,4 @@
-"""Rollouts of the next step are drawn while those of this one wait, on a tiny model and with a slow reward."""
+"""Rollouts of the next step are sampled while those of this one wait, on a tiny model and with a slow reward."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ def assert_each_task_counts_once(folder: Path, steps: int) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["Numbers", "Tool"])
-def test_the_next_step_is_drawn_by_the_version_before(tmp_path: Path, name: str) -> None:
+def test_the_next_step_is_sampled_by_the_version_before(tmp_path: Path, name: str) -> None:
     view = View()
     assert run(asked(tmp_path, name), options(tmp_path, 6, name), view) == 0
     assert_each_task_counts_once(tmp_path, 6)
     staleness = [max(group.staleness for group in update.groups) for update in updates_in(tmp_path)]
-    assert staleness[0] == 0, "nothing was drawn before the first step"
+    assert staleness[0] == 0, "nothing was sampled before the first step"
     assert set(staleness) == {0, 1}
-    for drawn, wanted in view.rollouts:
-        assert 0 <= drawn <= wanted == PROMPTS * GROUP
+    for sampled, wanted in view.rollouts:
+        assert 0 <= sampled <= wanted == PROMPTS * GROUP
     log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert set(Counter(line["trajectory_id"] for line in log).values()) == {1}
 
@@ -120,7 +120,7 @@ def test_without_the_setting_drawing_and_waiting_take_turns(tmp_path: Path) -> N
 
 @pytest.mark.timeout(300)
 def test_a_run_that_is_stopped_goes_on_with_the_tasks_that_no_update_has(tmp_path: Path) -> None:
-    """It is stopped when a step's rewards are awaited and the next step is drawn; its curriculum goes on too."""
+    """It is stopped when a step's rewards are awaited and the next step is sampled; its curriculum goes on too."""
 
     def stop(view: View) -> None:
         if view.reports[-1].step == 2:
@@ -146,7 +146,7 @@ def test_a_run_that_is_stopped_goes_on_with_the_tasks_that_no_update_has(tmp_pat
 _CHILD = """
 import os, signal, sys, threading
 from pathlib import Path
-from app.test_draw_ahead import asked, options
+from app.test_sample_ahead import asked, options
 from training_runs import View
 from mlx_parallm.app.train import run
 
