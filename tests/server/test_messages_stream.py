@@ -10,7 +10,8 @@ from pydantic_core import from_json
 
 from mlx_parallm.core.splitter import AnswerPart, CallPart
 from mlx_parallm.errors import OverloadedError, StepFailedError
-from mlx_parallm.server.api.messages.route import Blocks
+from mlx_parallm.server.api.answer import Sections
+from mlx_parallm.server.api.messages.route import OpenBlock
 
 URL = "/v1/messages"
 ASKED = {"model": "base", "max_tokens": 1000, "messages": [{"role": "user", "content": "hi"}]}
@@ -114,14 +115,14 @@ async def test_a_stop_sequence_and_the_limit(client, engine):
 
 
 def test_a_call_may_come_in_pieces():
-    blocks = Blocks()
+    blocks = Sections(OpenBlock)
     parts = [
         CallPart(0, call_id="c", name="now", complete=False),
         CallPart(0, '{"at"'),
         CallPart(0, ": 1}"),
         CallPart(1, "{}", call_id="d", name="now"),
     ]
-    events = [event for part in parts for event in blocks.add(AnswerPart(call=part))] + list(blocks.close())
+    events = [event for part in parts for event in blocks.add(AnswerPart(call=part))] + list(blocks.end(cut=False))
     written = "".join(said(event.type, "," + event.json_text().partition(",")[2].removesuffix("}")) for event in events)
     assert written == block(
         0,

@@ -12,7 +12,7 @@ from server.test_responses_stream import assert_sums_up, events_of, said
 from server.test_responses_tools import RecordingTokenizer
 
 from mlx_parallm.errors import ContextLengthError
-from mlx_parallm.server import generation
+from mlx_parallm.server import streams
 from mlx_parallm.server.api.responses.output import InputText
 
 URL = "/v1/responses"
@@ -160,7 +160,7 @@ async def test_an_error_names_the_tool_as_it_was_sent(client, fault, tool, param
 
 async def test_a_stream_is_kept_open_by_events(serving, engine, monkeypatch):
     """Codex measures the silence between events, and comments are none."""
-    monkeypatch.setattr(generation, "PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr(streams, "PING_INTERVAL_S", 0.02)
     engine.pause_before = 0
     async with serving() as server, httpx.AsyncClient() as client:
         body = {"input": "hi", "stream": True}

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from server.test_disconnect import eventually, post
 
-from mlx_parallm.server.api.responses.body import ResponseStore, StoredResponse
+from mlx_parallm.server.api.responses.store import ResponseStore, StoredResponse
 
 URL = "/v1/responses"
 

@@ -34,6 +34,8 @@ from mlx_parallm.server.errors import error_body
 from mlx_parallm.server.streams import OPENAI_EVENTS, Framing
 
 Body = TypeVar("Body", bound=GenerationBody)
+Whole = TypeVar("Whole")
+Sent = TypeVar("Sent")
 
 
 class PromptTokensDetails(WireOutput):
@@ -324,6 +326,85 @@ def parts_of(splitter: Splitter, output: ChoicePiece | SequenceOutput) -> Iterat
     yield from splitter.feed(output.text)
     if output.finish_reason is not None:
         yield from splitter.end(cut_off(output))
+
+
+def text_of(part: AnswerPart) -> str:
+    """What a part adds to a text, to reasoning, or to the JSON text of a call's arguments."""
+    return part.reasoning or part.text if part.call is None else part.call.arguments
+
+
+class Section(ABC, Generic[Whole, Sent]):
+    """What a client gets as one object, made of consecutive parts of an answer: a text, reasoning, or one call.
+
+    `index`: its place in the answer. `first`: the first part, which for a call has the id and the name.
+    """
+
+    def __init__(self, index: int, first: AnswerPart) -> None:
+        self.index = index
+        self.first = first
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All that was added."""
+        return "".join(self._texts)
+
+    def takes(self, part: AnswerPart) -> bool:
+        """Whether the part belongs to this section."""
+        return self._kind(part) == self._kind(self.first)
+
+    @staticmethod
+    def _kind(part: AnswerPart) -> tuple[int | None, bool]:
+        return None if part.call is None else part.call.position, bool(part.reasoning)
+
+    @abstractmethod
+    def begin(self) -> Iterator[Sent]:
+        """The events that come before the first part."""
+
+    @abstractmethod
+    def extend(self, part: AnswerPart) -> Iterator[Sent]:
+        """Adds a part that belongs to this section."""
+
+    @abstractmethod
+    def end(self, cut: bool) -> Iterator[Sent]:
+        """The events that come after the last part. `cut`: the answer was cut off there."""
+
+    @abstractmethod
+    def whole(self, cut: bool) -> Whole:
+        """The object as it is at the end."""
+
+
+class Sections(Generic[Whole, Sent]):
+    """The sections of one answer: those that are `done`, and the open one. A part that does not belong to it ends it.
+
+    `opened`: makes a section of its index and its first part.
+    """
+
+    def __init__(self, opened: Callable[[int, AnswerPart], Section[Whole, Sent]]) -> None:
+        self.done: list[Whole] = []
+        self._opened = opened
+        self._open: Section[Whole, Sent] | None = None
+
+    def add(self, part: AnswerPart) -> Iterator[Sent]:
+        """Adds the next part of the answer."""
+        if self._open is None or not self._open.takes(part):
+            yield from self._close(cut=False)
+            self._open = self._opened(len(self.done), part)
+            yield from self._open.begin()
+        yield from self._open.extend(part)
+
+    def end(self, cut: bool) -> Iterator[Sent]:
+        """Ends the answer. One without a section gets an empty text. `cut`: the answer was cut off."""
+        yield from self._close(cut)
+        if not self.done:
+            yield from self.add(AnswerPart())
+            yield from self._close(cut)
+
+    def _close(self, cut: bool) -> Iterator[Sent]:
+        if self._open is not None:
+            yield from self._open.end(cut)
+            self.done.append(self._open.whole(cut))
+            self._open = None
 
 
 def repaired_fields(splitter: Splitter) -> dict[str, Any]:

@@ -343,7 +343,7 @@ def _detection(value: object, info: ValidationInfo) -> bool | RepetitionDetectio
     if isinstance(value, bool | RepetitionDetection):
         return value
     if isinstance(value, dict):
-        return read_nested(RepetitionDetection.model_validate, value, info)
+        return read_nested(RepetitionDetection, value, info)
     raise refused("must be true, false or an object with max_pattern_size and min_count")
 
 

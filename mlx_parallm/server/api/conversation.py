@@ -15,7 +15,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
-    TypeAdapter,
+    RootModel,
     ValidationInfo,
     model_validator,
 )
@@ -24,7 +24,7 @@ from mlx_parallm.core.text import TextTokenizer, Tool
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, lost_result, read_arguments, tools_as_text
 from mlx_parallm.errors import ConfigError, InvalidRequestError, shown
 from mlx_parallm.server.api.bodies import is_shallow
-from mlx_parallm.server.api.fields import Neutral, Validate, WireInput, check_text_parts, read_nested, refused
+from mlx_parallm.server.api.fields import Neutral, WireInput, read_nested, refused
 
 if TYPE_CHECKING:
     from mlx_parallm.model.tools.formats import ToolFormat
@@ -68,28 +68,47 @@ class RefusalPart(WireInput):
         return self.refusal
 
 
-def part_reader(text: type[WireInput]) -> Callable[[dict[str, Any], ValidationInfo], WireInput]:
-    """A validator of content parts, which are a `text` or a refusal."""
+def joined_parts(text: type[WireInput], *types: str) -> Callable[[object, ValidationInfo], object]:
+    """A validator of content: it returns the text of a list of parts, one part per line, and other values unchanged.
+
+    Args:
+        text: what parts with text are; the others are refusals.
+        types: of the parts that a client may send.
+    """
 
     def read(value: dict[str, Any], info: ValidationInfo) -> WireInput:
-        validate: Validate[WireInput] = (RefusalPart if value["type"] == "refusal" else text).model_validate
-        return read_nested(validate, value, info)
+        return read_nested(RefusalPart if value["type"] == "refusal" else text, value, info)
 
-    return read
+    parts = RootModel[list[Annotated[Any, PlainValidator(read)]]]
 
+    def joined(value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, list):
+            return value
+        _check_text_parts(value, *types)
+        return "\n".join(part.text for part in read_nested(parts, value, info).root)
 
-_TEXT_PARTS = TypeAdapter(list[Annotated[TextPart | RefusalPart, PlainValidator(part_reader(TextPart))]])
-
-
-def _joined_parts(value: object, info: ValidationInfo) -> object:
-    """The text of all parts, one part per line. Other values are returned unchanged."""
-    if not isinstance(value, list):
-        return value
-    check_text_parts(value, "text", "refusal")
-    return "\n".join(part.text for part in read_nested(_TEXT_PARTS.validate_python, value, info))
+    return joined
 
 
-Content = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[TextPart | RefusalPart])]
+def _check_text_parts(parts: Sequence[object], *types: str) -> None:
+    """Raises an error that names the first part which is no text, such as an image. `types`: of parts with text."""
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in types:
+            what = f"the part of type {shown(kind)}" if isinstance(kind, str) else "what is no part"
+            raise refused(
+                f'this model reads only text; leave out {what}, or send {{"type": "{types[0]}", "text": …}} in its '
+                "place",
+                number,
+            )
+
+
+Content = Annotated[
+    str,
+    BeforeValidator(
+        joined_parts(TextPart, "text", "refusal"), json_schema_input_type=str | list[TextPart | RefusalPart]
+    ),
+]
 
 
 def _as_text(value: object) -> object:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from operator import methodcaller
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeGuard, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeGuard, TypeVar
 from urllib.parse import quote
 
 from pydantic import (
@@ -27,9 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, to_json
 
-from mlx_parallm.errors import shown
-
-Validated = TypeVar("Validated", covariant=True)
+Model = TypeVar("Model", bound=BaseModel)
 Neutral = Mapping[str, tuple[Any, ...]]
 """Maps names of fields to the values that have no effect; see `WireInput.NEUTRAL`."""
 
@@ -55,19 +53,6 @@ ANNOTATIONS = ("title", "description", "default", "examples")
 def refused(reason: str, field: str | int | None = None) -> PydanticCustomError:
     """The error for a validator to raise: `reason` is about the value under validation, its `field` or its item."""
     return PydanticCustomError("refused", "{reason}", {"reason": reason, "field": field})
-
-
-def check_text_parts(parts: Sequence[object], *types: str) -> None:
-    """Raises an error that names the first part which is no text, such as an image. `types`: of parts with text."""
-    for number, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in types:
-            what = f"the part of type {shown(kind)}" if isinstance(kind, str) else "what is no part"
-            raise refused(
-                f'this model reads only text; leave out {what}, or send {{"type": "{types[0]}", "text": …}} in its '
-                "place",
-                number,
-            )
 
 
 # ---- request bodies ------------------------------------------------------------------------------
@@ -201,16 +186,10 @@ class OpenBody(WireInput):
     Unknown fields are ignored, unless the server runs with strict fields or the body has `collect_trajectory`."""
 
 
-class Validate(Protocol[Validated]):
-    """`Model.model_validate`, or `validate_python` of a `TypeAdapter`."""
-
-    def __call__(self, value: Any, /, *, context: Any) -> Validated: ...
-
-
-def read_nested(validate: Validate[Validated], value: object, info: ValidationInfo) -> Validated:
+def read_nested(model: type[Model], value: object, info: ValidationInfo) -> Model:
     """Validates `value` from within a validator of a field, so that its unknown fields count as the body's own."""
     with _nested(info):
-        return validate(value, context=info.context)
+        return model.model_validate(value, context=info.context)
 
 
 def ignored_part(name: str, info: ValidationInfo) -> bool:

@@ -104,8 +104,8 @@ def _tool_choice(value: object, info: ValidationInfo) -> str | NamedTool | Allow
         return value
     try:
         if isinstance(value, dict) and value.get("type") == "allowed_tools":
-            return read_nested(AllowedTools.model_validate, value, info)
-        return read_nested(NamedTool.model_validate, value, info)
+            return read_nested(AllowedTools, value, info)
+        return read_nested(NamedTool, value, info)
     except ValidationError:
         raise refused(f'must be "none", "auto", "required", {_NAMED} or {_ALLOWED}') from None
 

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, ValidationInfo, mod
 from mlx_parallm.server.api.bodies import Schema, SharedBody, Stops
 from mlx_parallm.server.api.chat import ChatBody
 from mlx_parallm.server.api.conversation import MAX_MESSAGES, CallArguments, merged
-from mlx_parallm.server.api.fields import INT32_MAX, IgnoredFields, Neutral, Validate, WireInput, read_nested, refused
+from mlx_parallm.server.api.fields import INT32_MAX, IgnoredFields, Neutral, WireInput, read_nested, refused
 from mlx_parallm.server.api.tools import MAX_TOOLS
 
 ChatMessageFields = dict[str, Any]
@@ -111,8 +111,7 @@ def _block(value: object, info: ValidationInfo, kinds: Mapping[str, type[Block]]
         raise refused(f"this model reads only text; leave the {kind} out, or send what it says as a text block")
     if kind not in kinds:
         raise refused(f"not a supported type of content blocks here; those are {', '.join(kinds)}", "type")
-    validate: Validate[Block] = kinds[kind].model_validate
-    return read_nested(validate, value, info)
+    return read_nested(kinds[kind], value, info)
 
 
 def _text_block(value: object, info: ValidationInfo) -> TextBlock:

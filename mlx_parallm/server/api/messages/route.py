@@ -4,14 +4,11 @@ stream of events.
     message_start
     for each block: content_block_start, content_block_delta …, content_block_stop
     message_delta, message_stop
-
-One block is open at a time. A part of the answer that does not belong to it ends it.
 """
 
 from __future__ import annotations
 
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,12 +27,15 @@ from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
     RepairedCall,
+    Section,
+    Sections,
     call_arguments,
     collected_fields,
     parts_of,
     repaired_fields,
     repetition_fields,
     served_by,
+    text_of,
 )
 from mlx_parallm.server.api.chat import plan_chat, prompt_of
 from mlx_parallm.server.api.dialect import CONVERSATION, Dialect
@@ -188,129 +188,43 @@ class TokenCount(WireOutput):
     """Tokens of the whole conversation, including tools and the system message."""
 
 
-class Blocks:
-    """The content blocks of one message: those that are `done`, and the open one."""
+class OpenBlock(Section[ContentBlock, MessageEvent]):
+    """The content block that is being written."""
 
-    def __init__(self) -> None:
-        self.done: list[ContentBlock] = []
-        self._open: _OpenBlock | None = None
+    def begin(self) -> Iterator[MessageEvent]:
+        yield self._event("content_block_start", content_block=self._block(""))
 
-    def add(self, part: AnswerPart) -> Iterator[MessageEvent]:
-        """Adds a part to the open block, or ends that block and opens another."""
-        if self._open is None or not self._open.takes(part):
-            yield from self.close()
-            self._open = _opened(part)
-            yield self._event("content_block_start", content_block=self._open.empty())
-        if (delta := self._open.extend(part)) is not None:
-            yield self._event("content_block_delta", delta=delta)
+    def extend(self, part: AnswerPart) -> Iterator[MessageEvent]:
+        if text := text_of(part):
+            self._texts.append(text)
+            yield self._event("content_block_delta", delta=self._delta(text))
 
-    def close(self) -> Iterator[MessageEvent]:
-        """Ends the open block, if there is one."""
-        if self._open is None:
-            return
-        for delta in self._open.last_deltas():
-            yield self._event("content_block_delta", delta=delta)
+    def end(self, cut: bool) -> Iterator[MessageEvent]:
+        if self.first.reasoning:
+            yield self._event("content_block_delta", delta=BlockDelta(type="signature_delta", signature=""))
         yield self._event("content_block_stop")
-        self.done.append(self._open.content())
-        self._open = None
+
+    def whole(self, cut: bool) -> ContentBlock:
+        return self._block(self.text)
+
+    def _block(self, text: str) -> ContentBlock:
+        if (call := self.first.call) is not None:
+            assert call.call_id is not None
+            assert call.name is not None
+            return ToolUseContent(type="tool_use", id=call.call_id, name=call.name, input=call_arguments(text))
+        if self.first.reasoning:
+            return ThinkingContent(type="thinking", thinking=text, signature="")
+        return TextContent(type="text", text=text)
+
+    def _delta(self, text: str) -> BlockDelta:
+        if self.first.call is not None:
+            return BlockDelta(type="input_json_delta", partial_json=text)
+        if self.first.reasoning:
+            return BlockDelta(type="thinking_delta", thinking=text)
+        return BlockDelta(type="text_delta", text=text)
 
     def _event(self, kind: str, **fields: Any) -> MessageEvent:
-        return MessageEvent.model_validate({"type": kind, "index": len(self.done), **fields})
-
-
-class _OpenBlock(ABC):
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    @abstractmethod
-    def takes(self, part: AnswerPart) -> bool:
-        """Whether the part belongs to this block."""
-
-    @abstractmethod
-    def empty(self) -> ContentBlock:
-        """The block as it starts."""
-
-    @abstractmethod
-    def content(self) -> ContentBlock:
-        """The block as it is now."""
-
-    @abstractmethod
-    def extend(self, part: AnswerPart) -> BlockDelta | None:
-        """Adds a part that belongs to this block. None: it adds nothing that a client sees."""
-
-    def last_deltas(self) -> Iterator[BlockDelta]:
-        """What is sent before the block ends."""
-        return iter(())
-
-
-class _OpenText(_OpenBlock):
-    def takes(self, part: AnswerPart) -> bool:
-        return part.call is None and not part.reasoning
-
-    def empty(self) -> TextContent:
-        return TextContent(type="text", text="")
-
-    def content(self) -> TextContent:
-        return TextContent(type="text", text=self.text)
-
-    def extend(self, part: AnswerPart) -> BlockDelta | None:
-        self._texts.append(part.text)
-        return BlockDelta(type="text_delta", text=part.text) if part.text else None
-
-
-class _OpenThinking(_OpenBlock):
-    def takes(self, part: AnswerPart) -> bool:
-        return bool(part.reasoning)
-
-    def empty(self) -> ThinkingContent:
-        return ThinkingContent(type="thinking", thinking="", signature="")
-
-    def content(self) -> ThinkingContent:
-        return ThinkingContent(type="thinking", thinking=self.text, signature="")
-
-    def extend(self, part: AnswerPart) -> BlockDelta | None:
-        self._texts.append(part.reasoning)
-        return BlockDelta(type="thinking_delta", thinking=part.reasoning)
-
-    def last_deltas(self) -> Iterator[BlockDelta]:
-        yield BlockDelta(type="signature_delta", signature="")
-
-
-class _OpenToolUse(_OpenBlock):
-    """A call. Its arguments may come in several parts."""
-
-    def __init__(self, position: int, call_id: str, name: str) -> None:
-        super().__init__()
-        self._position = position
-        self._called = {"id": call_id, "name": name}
-
-    def takes(self, part: AnswerPart) -> bool:
-        return part.call is not None and part.call.position == self._position
-
-    def empty(self) -> ToolUseContent:
-        return ToolUseContent(type="tool_use", **self._called, input={})
-
-    def content(self) -> ToolUseContent:
-        return ToolUseContent(type="tool_use", **self._called, input=call_arguments(self.text))
-
-    def extend(self, part: AnswerPart) -> BlockDelta | None:
-        if part.call is None or not part.call.arguments:
-            return None
-        self._texts.append(part.call.arguments)
-        return BlockDelta(type="input_json_delta", partial_json=part.call.arguments)
-
-
-def _opened(part: AnswerPart) -> _OpenBlock:
-    """The block that a part begins. The first part of a call has its id and its name."""
-    if part.call is not None:
-        assert part.call.call_id is not None
-        assert part.call.name is not None
-        return _OpenToolUse(part.call.position, part.call.call_id, part.call.name)
-    return _OpenThinking() if part.reasoning else _OpenText()
+        return MessageEvent.model_validate({"type": kind, "index": self.index, **fields})
 
 
 @dataclass(kw_only=True, eq=False)
@@ -320,7 +234,7 @@ class MessageWriter(AnswerWriter):
     FRAMING: ClassVar[Framing] = EVENTS
 
     splitter: Splitter
-    _blocks: Blocks = field(default_factory=Blocks, init=False)
+    _blocks: Sections[ContentBlock, MessageEvent] = field(default_factory=lambda: Sections(OpenBlock), init=False)
     _last: SequenceOutput | None = field(default=None, init=False)
 
     def opening_chunks(self) -> Iterator[MessageEvent]:
@@ -350,10 +264,7 @@ class MessageWriter(AnswerWriter):
         return MessageEvent(type="ping")
 
     def _closing_events(self, finished: RequestFinished) -> Iterator[MessageEvent]:
-        yield from self._blocks.close()
-        if not self._blocks.done:  # a message has at least one block
-            yield from self._blocks.add(AnswerPart())
-            yield from self._blocks.close()
+        yield from self._blocks.end(self._reason is not None and self._reason.cut_off)
         fields = {"usage": _usage(finished), **collected_fields(self.request, finished)}
         fields |= repaired_fields(self.splitter)
         yield MessageEvent(type="message_delta", delta=self._end(), **fields)

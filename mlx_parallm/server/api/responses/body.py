@@ -6,6 +6,7 @@ A body is translated into a chat body, which is validated too, so both routes ha
 from __future__ import annotations
 
 import json
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -29,14 +30,12 @@ from mlx_parallm.server.api.conversation import (
     MAX_MESSAGES,
     RefusalPart,
     TemplateVariables,
-    part_reader,
+    joined_parts,
 )
 from mlx_parallm.server.api.fields import (
     INT32_MAX,
     Neutral,
-    Validate,
     WireInput,
-    check_text_parts,
     ignored_part,
     read_nested,
     refused,
@@ -78,17 +77,24 @@ class _ClientTool(WireInput):
         return self.model_dump(exclude_none=True)
 
 
-class FlatTool(_ClientTool):
+class _NamedTool(_ClientTool):
+    """A function or a custom tool."""
+
+    NEUTRAL: ClassVar[Neutral] = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,)}
+
+    type: str
+    name: str
+    """The tool's name."""
+    description: str | None = None
+    """What the tool does, for the model."""
+
+
+class FlatTool(_NamedTool):
     """A function that the client runs, in the flat form of this API."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset({"output_schema"})
-    NEUTRAL: ClassVar[Neutral] = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,)}
 
     type: Literal["function"]
-    name: str
-    """The function's name."""
-    description: str | None = None
-    """What the function does, for the model."""
     parameters: dict[str, Any] | None = None
     """The JSON schema of its arguments."""
     strict: bool | None = None
@@ -99,16 +105,10 @@ class FlatTool(_ClientTool):
         yield OfferedTool(path, {**fields, "name": shown_name(self.name, namespace)}, self.name, namespace)
 
 
-class CustomTool(_ClientTool):
+class CustomTool(_NamedTool):
     """A tool that takes a text and no JSON. The model sees a function with one string."""
 
-    NEUTRAL: ClassVar[Neutral] = {"allowed_callers": (["direct"],), "async": (False,), "defer_loading": (False,)}
-
     type: Literal["custom"]
-    name: str
-    """The tool's name."""
-    description: str | None = None
-    """What the tool does, for the model."""
     format: dict[str, Any] | None = None
     """The form of the text. A grammar is shown to the model but not enforced."""
 
@@ -124,11 +124,6 @@ class CustomTool(_ClientTool):
         yield OfferedTool(path, function, self.name, namespace, custom=True)
 
 
-def _read(model: type[WireInput], value: object, info: ValidationInfo) -> WireInput:
-    validate: Validate[WireInput] = model.model_validate
-    return read_nested(validate, value, info)
-
-
 def _type_of(value: object) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
     return kind if isinstance(kind, str) else None
@@ -137,7 +132,7 @@ def _type_of(value: object) -> str | None:
 def _member(value: object, info: ValidationInfo) -> WireInput:
     if (kind := _type_of(value)) not in MEMBERS:
         raise refused("a namespace has functions and custom tools", "type")
-    return _read(MEMBERS[kind], value, info)
+    return read_nested(MEMBERS[kind], value, info)
 
 
 MEMBERS: Mapping[str | None, type[FlatTool | CustomTool]] = {"function": FlatTool, "custom": CustomTool}
@@ -170,7 +165,7 @@ KINDS: Mapping[str | None, type[AnyTool]] = {**MEMBERS, "namespace": NamespaceTo
 def _tool(value: object, info: ValidationInfo) -> WireInput | None:
     kind = _type_of(value)
     if kind in KINDS:
-        return _read(KINDS[kind], value, info)
+        return read_nested(KINDS[kind], value, info)
     if kind is None or not ignored_part(kind, info):
         raise refused("this server runs no tools itself; send functions, and run what the model calls", "type")
     return None
@@ -229,10 +224,10 @@ def _tool_choice(value: object, info: ValidationInfo) -> str | NamedChoice | All
         raise refused('must be "none", "auto", "required" or a function')
     kind = value.get("type") if isinstance(value, dict) else "function"
     if kind == "allowed_tools":
-        return read_nested(AllowedChoice.model_validate, value, info)
+        return read_nested(AllowedChoice, value, info)
     if kind not in ("function", "custom"):
         raise refused("this server runs no tools itself; only functions can be chosen", "type")
-    return read_nested(NamedChoice.model_validate, value, info)
+    return read_nested(NamedChoice, value, info)
 
 
 ToolChoice = Annotated[
@@ -259,18 +254,13 @@ class ItemText(WireInput):
     """The text."""
 
 
-_TEXT_PARTS = TypeAdapter(list[Annotated[ItemText | RefusalPart, PlainValidator(part_reader(ItemText))]])
-
-
-def _joined_parts(value: object, info: ValidationInfo) -> object:
-    """The text of all parts, one part per line, as in chat. Other values are returned unchanged."""
-    if not isinstance(value, list):
-        return value
-    check_text_parts(value, "input_text", "output_text", "refusal")
-    return "\n".join(part.text for part in read_nested(_TEXT_PARTS.validate_python, value, info))
-
-
-Text = Annotated[str, BeforeValidator(_joined_parts, json_schema_input_type=str | list[ItemText | RefusalPart])]
+Text = Annotated[
+    str,
+    BeforeValidator(
+        joined_parts(ItemText, "input_text", "output_text", "refusal"),
+        json_schema_input_type=str | list[ItemText | RefusalPart],
+    ),
+]
 
 
 class MessageItem(WireInput):
@@ -289,56 +279,56 @@ class MessageItem(WireInput):
         return {"role": self.role, "content": self.content}
 
 
-class CallItem(WireInput):
+class _CallItem(WireInput):
+    """A call that the model made."""
+
+    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "caller"})
+    NEUTRAL: ClassVar[Neutral] = {"async": (False,)}
+
+    type: str
+    call_id: str
+    """The id by which the item with the output refers to the call."""
+    name: str
+    """The name of what was called."""
+    namespace: str | None = None
+    """The namespace that it is in, if it is in one."""
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    """An `incomplete` call was cut off; it was never run and is left out of the prompt."""
+
+    @property
+    @abstractmethod
+    def json_arguments(self) -> str:
+        """The arguments as the model wrote them."""
+
+    def message(self) -> ChatMessageFields:
+        if self.status == "incomplete":
+            return {}
+        function = {"name": shown_name(self.name, self.namespace), "arguments": self.json_arguments}
+        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
+
+
+class CallItem(_CallItem):
     """A function call that the model made."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "caller"})
-    NEUTRAL: ClassVar[Neutral] = {"async": (False,)}
-
     type: Literal["function_call"]
-    call_id: str
-    """The id by which the item with the output refers to the call."""
-    name: str
-    """The function's name."""
-    namespace: str | None = None
-    """The namespace of the function, if it is in one."""
     arguments: str
     """JSON text."""
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-    """An `incomplete` call was cut off; it was never run and is left out of the prompt."""
 
-    def message(self) -> ChatMessageFields:
-        return _call_message(self, self.arguments)
+    @property
+    def json_arguments(self) -> str:
+        return self.arguments
 
 
-class CustomCallItem(WireInput):
+class CustomCallItem(_CallItem):
     """A call of a custom tool that the model made."""
 
-    IGNORED: ClassVar[frozenset[str]] = frozenset({"id", "caller"})
-    NEUTRAL: ClassVar[Neutral] = {"async": (False,)}
-
     type: Literal["custom_tool_call"]
-    call_id: str
-    """The id by which the item with the output refers to the call."""
-    name: str
-    """The tool's name."""
-    namespace: str | None = None
-    """The namespace of the tool, if it is in one."""
     input: str
     """The text for the tool."""
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-    """An `incomplete` call was cut off; it was never run and is left out of the prompt."""
 
-    def message(self) -> ChatMessageFields:
-        return _call_message(self, json.dumps({INPUT: self.input}, ensure_ascii=False))
-
-
-def _call_message(call: CallItem | CustomCallItem, arguments: str) -> ChatMessageFields:
-    """The chat message of a call; empty for an incomplete call."""
-    if call.status == "incomplete":
-        return {}
-    function = {"name": shown_name(call.name, call.namespace), "arguments": arguments}
-    return {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]}
+    @property
+    def json_arguments(self) -> str:
+        return json.dumps({INPUT: self.input}, ensure_ascii=False)
 
 
 class CallOutputItem(WireInput):
@@ -464,8 +454,9 @@ def _item(value: object, info: ValidationInfo) -> InputItem:
             f"them out. Those that can: {', '.join(map(str, ITEM_TYPES))}",
             "type",
         )
-    validate: Validate[InputItem] = ITEM_TYPES[kind].model_validate
-    return read_nested(validate, value, info)
+    model: type[Any] = ITEM_TYPES[kind]
+    item: InputItem = read_nested(model, value, info)
+    return item
 
 
 Item = Annotated[InputItem, PlainValidator(_item, json_schema_input_type=InputItem)]

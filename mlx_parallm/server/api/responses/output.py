@@ -1,11 +1,9 @@
 """The output items of a response, and the events that they have while they are generated:
 
-    reasoning    added, content_part.added, reasoning_text.delta …, reasoning_text.done, content_part.done, done
-    message      added, content_part.added, output_text.delta …, output_text.done, content_part.done, done
-    call         added, function_call_arguments.delta …, function_call_arguments.done, done
-    custom call  added, custom_tool_call_input.delta …, custom_tool_call_input.done, done
-
-One item is open at a time. A part of the answer that does not belong to it ends it.
+reasoning    added, content_part.added, reasoning_text.delta …, reasoning_text.done, content_part.done, done
+message      added, content_part.added, output_text.delta …, output_text.done, content_part.done, done
+call         added, function_call_arguments.delta …, function_call_arguments.done, done
+custom call  added, custom_tool_call_input.delta …, custom_tool_call_input.done, done
 """
 
 from __future__ import annotations
@@ -15,9 +13,10 @@ import json
 import re
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from mlx_parallm.core.requests import Event, FinishReason, RequestFinished, SequenceOutput
@@ -26,11 +25,14 @@ from mlx_parallm.errors import ContextLengthError, RequestError
 from mlx_parallm.server.api.answer import (
     AnswerWriter,
     RepairedCall,
+    Section,
+    Sections,
     collected_fields,
     parts_of,
     repaired_fields,
     repetition_fields,
     served_by,
+    text_of,
 )
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.api.responses.body import INPUT, OfferedTool, ResponsesBody
@@ -92,38 +94,34 @@ class OutputReasoning(WireOutput):
     """One text; empty in the stream's event that adds the item."""
 
 
-class OutputCall(WireOutput):
-    """A function that the client is asked to run."""
+class _ClientCall(WireOutput):
+    """A tool that the client is asked to run."""
 
     id: str
     """The item's id."""
-    type: Literal["function_call"]
+    type: str
     status: ItemStatus
-    """`incomplete` if it was cut off; then the function must not be run."""
-    call_id: str
-    """The id by which the item with the output refers to the call."""
-    name: str
-    """The function's name."""
-    namespace: str | None = None
-    """The namespace of the function, if it is in one."""
-    arguments: str
-    """JSON text, or its beginning if the call is incomplete; empty in the stream's event that adds the item."""
-
-
-class OutputCustomCall(WireOutput):
-    """A custom tool that the client is asked to run."""
-
-    id: str
-    """The item's id."""
-    type: Literal["custom_tool_call"]
-    status: ItemStatus
-    """`incomplete` if it was cut off; then the tool must not be run."""
+    """`incomplete` if it was cut off; then it must not be run."""
     call_id: str
     """The id by which the item with the output refers to the call."""
     name: str
     """The tool's name."""
     namespace: str | None = None
     """The namespace of the tool, if it is in one."""
+
+
+class OutputCall(_ClientCall):
+    """A function that the client is asked to run."""
+
+    type: Literal["function_call"]
+    arguments: str
+    """JSON text, or its beginning if the call is incomplete; empty in the stream's event that adds the item."""
+
+
+class OutputCustomCall(_ClientCall):
+    """A custom tool that the client is asked to run."""
+
+    type: Literal["custom_tool_call"]
     input: str
     """The text for the tool, or its beginning if the call is incomplete; empty in the stream's event that adds the
     item."""
@@ -297,109 +295,68 @@ ItemEvent = tuple[str, dict[str, Any]]
 """The type of an event, and its fields without the sequence number."""
 
 
-class OutputItems:
-    """The items of one response: those that are `done`, and the open one.
-
-    Args:
-        tools: the tools that can be called, by the names that the model sees.
-    """
-
-    def __init__(self, tools: Mapping[str, OfferedTool]) -> None:
-        self.done: list[OutputItem] = []
-        self._tools = tools
-        self._open: _OpenItem | None = None
-
-    def add(self, part: AnswerPart) -> Iterator[ItemEvent]:
-        """Adds a part to the open item, or ends that item and opens another."""
-        if self._open is None or not self._open.takes(part):
-            yield from self.close("completed")
-            self._open = self._opened(part)
-            yield from self._open.added()
-        yield from self._open.extend(part)
-
-    def close(self, status: ItemStatus) -> Iterator[ItemEvent]:
-        """Ends the open item, if there is one."""
-        if self._open is not None:
-            yield from self._open.closed(status)
-            self.done.append(self._open.item(status))
-            self._open = None
-
-    def _opened(self, part: AnswerPart) -> _OpenItem:
-        index = len(self.done)
-        if part.call is None:
-            return _OpenReasoning(index) if part.reasoning else _OpenMessage(index)
-        tool = self._tools[part.call.name or ""]
-        return (_OpenCustomCall if tool.custom else _OpenCall)(index, part.call, tool)
+def status_of(cut: bool) -> ItemStatus:
+    """The status of an item that has ended. `cut`: it was cut off."""
+    return "incomplete" if cut else "completed"
 
 
-class _OpenItem(ABC):
+class _OpenItem(Section[OutputItem, ItemEvent]):
     PREFIX: ClassVar[str]
+    EVENT: ClassVar[str]
+    """The type of the events about its text, without `.delta` and `.done`."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, first: AnswerPart) -> None:
+        super().__init__(index, first)
         self.id = new_id(self.PREFIX)
         self.position: dict[str, Any] = {"item_id": self.id, "output_index": index}
-        self._texts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-    @abstractmethod
-    def takes(self, part: AnswerPart) -> bool:
-        """Whether the part belongs to this item."""
-
-    @abstractmethod
-    def extend(self, part: AnswerPart) -> Iterator[ItemEvent]:
-        """Adds a part that belongs to this item."""
 
     @abstractmethod
     def item(self, status: ItemStatus) -> OutputItem:
         """The item as it is now. One that is in progress has no content yet."""
 
-    def added(self) -> Iterator[ItemEvent]:
+    def begin(self) -> Iterator[ItemEvent]:
         yield "response.output_item.added", self._item_fields("in_progress")
 
-    def closed(self, status: ItemStatus) -> Iterator[ItemEvent]:
-        yield "response.output_item.done", self._item_fields(status)
+    def end(self, cut: bool) -> Iterator[ItemEvent]:
+        yield "response.output_item.done", self._item_fields(status_of(cut))
+
+    def whole(self, cut: bool) -> OutputItem:
+        return self.item(status_of(cut))
 
     def _item_fields(self, status: ItemStatus) -> dict[str, Any]:
-        return {"output_index": self.position["output_index"], "item": self.item(status)}
+        return {"output_index": self.index, "item": self.item(status)}
 
 
 class _OpenText(_OpenItem):
     """An item that consists of one text."""
 
-    EVENT: ClassVar[str]
     EXTRA: ClassVar[dict[str, Any]] = {}
     """Further fields of the events about the text."""
 
-    def __init__(self, index: int) -> None:
-        super().__init__(index)
+    def __init__(self, index: int, first: AnswerPart) -> None:
+        super().__init__(index, first)
         self.position |= {"content_index": 0}
 
     @abstractmethod
     def content(self) -> OutputText | ReasoningText: ...
 
-    def added(self) -> Iterator[ItemEvent]:
-        yield from super().added()
+    def begin(self) -> Iterator[ItemEvent]:
+        yield from super().begin()
         yield "response.content_part.added", {**self.position, "part": self.content()}
 
     def extend(self, part: AnswerPart) -> Iterator[ItemEvent]:
-        if text := part.reasoning or part.text:
+        if text := text_of(part):
             self._texts.append(text)
             yield f"{self.EVENT}.delta", {**self.position, "delta": text, **self.EXTRA}
 
-    def closed(self, status: ItemStatus) -> Iterator[ItemEvent]:
+    def end(self, cut: bool) -> Iterator[ItemEvent]:
         yield f"{self.EVENT}.done", {**self.position, "text": self.text, **self.EXTRA}
         yield "response.content_part.done", {**self.position, "part": self.content()}
-        yield from super().closed(status)
+        yield from super().end(cut)
 
 
 class _OpenReasoning(_OpenText):
     PREFIX, EVENT = "rs", "response.reasoning_text"
-
-    def takes(self, part: AnswerPart) -> bool:
-        return bool(part.reasoning)
 
     def content(self) -> ReasoningText:
         return ReasoningText(type="reasoning_text", text=self.text)
@@ -412,9 +369,6 @@ class _OpenReasoning(_OpenText):
 class _OpenMessage(_OpenText):
     PREFIX, EVENT, EXTRA = "msg", "response.output_text", {"logprobs": []}
 
-    def takes(self, part: AnswerPart) -> bool:
-        return part.call is None and not part.reasoning
-
     def content(self) -> OutputText:
         return OutputText(type="output_text", text=self.text, annotations=[])
 
@@ -424,38 +378,32 @@ class _OpenMessage(_OpenText):
 
 
 class _OpenCall(_OpenItem):
-    PREFIX = "fc"
+    PREFIX, EVENT = "fc", "response.function_call_arguments"
 
-    def __init__(self, index: int, first: CallPart, tool: OfferedTool) -> None:
-        super().__init__(index)
-        self._first = first
+    def __init__(self, index: int, first: AnswerPart, tool: OfferedTool) -> None:
+        super().__init__(index, first)
         self._tool = tool
-        self._complete = first.complete
-
-    def takes(self, part: AnswerPart) -> bool:
-        return part.call is not None and part.call.position == self._first.position
+        self._complete = False
 
     def extend(self, part: AnswerPart) -> Iterator[ItemEvent]:
-        if part.call is None:
-            return
+        assert part.call is not None
         self._complete = part.call.complete
         if delta := self._text_of(part.call):
             self._texts.append(delta)
-            yield f"{self._event}.delta", {**self.position, "delta": delta}
+            yield f"{self.EVENT}.delta", {**self.position, "delta": delta}
 
-    def closed(self, status: ItemStatus) -> Iterator[ItemEvent]:
-        yield f"{self._event}.done", {**self.position, **self._done_fields()}
-        yield from super().closed(status)
+    def end(self, cut: bool) -> Iterator[ItemEvent]:
+        yield f"{self.EVENT}.done", {**self.position, **self._done_fields()}
+        yield from super().end(cut)
 
     def item(self, status: ItemStatus) -> OutputItem:
         """A closed call has a status of its own: it may be complete even if the response was cut off after it."""
+        assert self.first.call is not None
         if status != "in_progress":
-            status = "completed" if self._complete else "incomplete"
+            status = status_of(not self._complete)
         namespace = {} if self._tool.namespace is None else {"namespace": self._tool.namespace}
-        called = {"call_id": self._first.call_id, "name": self._tool.name, **namespace}
+        called = {"call_id": self.first.call.call_id, "name": self._tool.name, **namespace}
         return self._output({"id": self.id, "status": status, **called})
-
-    _event: ClassVar[str] = "response.function_call_arguments"
 
     def _text_of(self, call: CallPart) -> str:
         """What the part adds to the text that the client gets."""
@@ -469,10 +417,9 @@ class _OpenCall(_OpenItem):
 
 
 class _OpenCustomCall(_OpenCall):
-    PREFIX = "ctc"
-    _event = "response.custom_tool_call_input"
+    PREFIX, EVENT = "ctc", "response.custom_tool_call_input"
 
-    def __init__(self, index: int, first: CallPart, tool: OfferedTool) -> None:
+    def __init__(self, index: int, first: AnswerPart, tool: OfferedTool) -> None:
         super().__init__(index, first, tool)
         self._input = InputText()
 
@@ -484,6 +431,14 @@ class _OpenCustomCall(_OpenCall):
 
     def _output(self, fields: dict[str, Any]) -> OutputItem:
         return OutputCustomCall(type="custom_tool_call", input=self.text, **fields)
+
+
+def _opened(tools: Mapping[str, OfferedTool], index: int, first: AnswerPart) -> _OpenItem:
+    """The item that a part begins. `tools`: those that can be called, by the names that the model sees."""
+    if first.call is None:
+        return (_OpenReasoning if first.reasoning else _OpenMessage)(index, first)
+    tool = tools[first.call.name or ""]
+    return (_OpenCustomCall if tool.custom else _OpenCall)(index, first, tool)
 
 
 class InputText:
@@ -536,14 +491,15 @@ class ResponseWriter(AnswerWriter):
     splitter: Splitter
     keep: Callable[[ResponseObject], None]
     created_at: int = field(default_factory=lambda: int(time.time()))
-    _items: OutputItems = field(init=False)
+    _items: Sections[OutputItem, ItemEvent] = field(init=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
     _reason: FinishReason | None = field(default=None, init=False)
     _uncounted_tokens: int = field(default=0, init=False)
     _reasoning_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._items = OutputItems({tool.function["name"]: tool for tool in self.body.offered()})
+        tools = {tool.function["name"]: tool for tool in self.body.offered()}
+        self._items = Sections(partial(_opened, tools))
 
     def opening_chunks(self) -> Iterator[ResponseEvent]:
         response = self._response("in_progress")
@@ -586,22 +542,14 @@ class ResponseWriter(AnswerWriter):
 
     def _closing_events(self, finished: RequestFinished) -> Iterator[ResponseEvent]:
         cut = self._reason is not None and self._reason.cut_off
-        status: ResponseStatus = "incomplete" if cut else "completed"
-        yield from self._numbered(self._last_items(status))
-        details = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
+        yield from self._numbered(self._items.end(cut))
+        details = IncompleteDetails(reason="max_output_tokens") if cut else None
         more = {**repetition_fields(self._reason), **collected_fields(self.request, finished)}
         more |= repaired_fields(self.splitter)
+        status = status_of(cut)
         response = self._response(status, incomplete_details=details, usage=self._usage(finished), **more)
         self.keep(response)
         yield self._event(f"response.{status}", response=response)
-
-    def _last_items(self, status: ResponseStatus) -> Iterator[ItemEvent]:
-        """Ends the open item. A response without items gets an empty message."""
-        ended: ItemStatus = "incomplete" if status == "incomplete" else "completed"
-        yield from self._items.close(ended)
-        if not self._items.done:
-            yield from self._items.add(AnswerPart())
-            yield from self._items.close(ended)
 
     def _usage(self, finished: RequestFinished) -> ResponseUsage:
         reasoning = self._reasoning_tokens
