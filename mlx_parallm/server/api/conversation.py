@@ -15,7 +15,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
-    RootModel,
+    TypeAdapter,
     ValidationInfo,
     model_validator,
 )
@@ -24,7 +24,7 @@ from mlx_parallm.core.text import TextTokenizer, Tool
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, lost_result, read_arguments, tools_as_text
 from mlx_parallm.errors import ConfigError, InvalidRequestError, shown
 from mlx_parallm.server.api.bodies import is_shallow
-from mlx_parallm.server.api.fields import Neutral, WireInput, read_nested, refused
+from mlx_parallm.server.api.fields import Neutral, WireInput, nested, read_nested, refused
 
 if TYPE_CHECKING:
     from mlx_parallm.model.tools.formats import ToolFormat
@@ -79,13 +79,15 @@ def joined_parts(text: type[WireInput], *types: str) -> Callable[[object, Valida
     def read(value: dict[str, Any], info: ValidationInfo) -> WireInput:
         return read_nested(RefusalPart if value["type"] == "refusal" else text, value, info)
 
-    parts = RootModel[list[Annotated[Any, PlainValidator(read)]]]
+    adapter: TypeAdapter[list[Any]] = TypeAdapter(list[Annotated[Any, PlainValidator(read)]])
 
     def joined(value: object, info: ValidationInfo) -> object:
         if not isinstance(value, list):
             return value
         _check_text_parts(value, *types)
-        return "\n".join(part.text for part in read_nested(parts, value, info).root)
+        with nested(info):
+            parts = adapter.validate_python(value, context=info.context)
+        return "\n".join(part.text for part in parts)
 
     return joined
 

@@ -126,7 +126,7 @@ class WireInput(BaseModel):
             return handler(data)
         declared = cls._declared()
         fields: dict[str, object] = {}
-        with _nested(info) as ignored:
+        with nested(info) as ignored:
             for name, sent in data.items():
                 value = cls.NULL_VALUES.get(name) if sent is None else sent
                 if name not in declared:
@@ -188,20 +188,20 @@ class OpenBody(WireInput):
 
 def read_nested(model: type[Model], value: object, info: ValidationInfo) -> Model:
     """Validates `value` from within a validator of a field, so that its unknown fields count as the body's own."""
-    with _nested(info):
+    with nested(info):
         return model.model_validate(value, context=info.context)
 
 
 def ignored_part(name: str, info: ValidationInfo) -> bool:
     """Records that a part of a field's value is left out, as unknown fields are. False where these are refused."""
-    with _nested(info) as ignored:
+    with nested(info) as ignored:
         if ignored is not None:
             ignored.add(name, ())
         return ignored is not None
 
 
 @contextmanager
-def _nested(info: ValidationInfo) -> Iterator[IgnoredFields | None]:
+def nested(info: ValidationInfo) -> Iterator[IgnoredFields | None]:
     """The collector of unknown fields, or None where they are refused. In the block, the paths of added fields start
     with the field that `info` belongs to."""
     ignored = info.context if isinstance(info.context, IgnoredFields) else None
