@@ -118,17 +118,10 @@ class Datum:
 
     def with_teacher(self, logprobs: Sequence[float]) -> Datum:
         """This datum with a teacher's logprobs of its trained tokens, in order."""
-        return replace(self, teacher_logprobs=self._of_all_tokens(logprobs))
-
-    def with_reference(self, logprobs: Sequence[float]) -> Datum:
-        """This datum with a reference's logprobs of its trained tokens, in order."""
-        return replace(self, reference_logprobs=self._of_all_tokens(logprobs))
-
-    def _of_all_tokens(self, values: Sequence[float]) -> tuple[float, ...]:
         every = [0.0] * len(self.token_ids)
-        for at, value in zip(self.trained(), values, strict=True):
+        for at, value in zip(self.trained(), logprobs, strict=True):
             every[at] = value
-        return tuple(every)
+        return replace(self, teacher_logprobs=tuple(every))
 
     def temperatures(self) -> list[float]:
         """The temperature of each token, 1 outside of the sampled spans."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import cache
@@ -147,15 +146,9 @@ def _estimate(layout: AdapterLayout, tokens: int) -> TrunkMemory:
     """The same without a graph, from the inputs and outputs of all linears."""
     specs = layout.linears.values()
     features = _NUMBER * tokens * sum((each.in_features + each.out_features) * each.chosen for each in specs)
-    hidden = _NUMBER * tokens * layout.layers * _hidden(layout)
+    hidden = _NUMBER * tokens * layout.layers * layout.hidden
     layer = _COPIES_ESTIMATED * features / layout.layers
     return TrunkMemory(hidden, layer, _COPIES_ESTIMATED * features, layer)
-
-
-def _hidden(layout: AdapterLayout) -> int:
-    """The width of the hidden states."""
-    ((width, _),) = Counter(each.in_features for each in layout.linears.values()).most_common(1)
-    return width
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +174,7 @@ class Footprint:
         layout = model.layout
         parameters = sum(each.in_features * each.out_features * each.chosen for each in layout.linears.values())
         trunk, a_layer = trunk_memories(model), parameters // layout.layers
-        return cls(trunk, a_layer, _hidden(layout), vocabulary, head_rank, model.segment)
+        return cls(trunk, a_layer, layout.hidden, vocabulary, head_rank, model.segment)
 
     def micro_step_bytes(self, tokens: int, context: int, checkpointed: bool) -> int:
         """Expected peak memory of a micro-step, without the gradients. `context`: tokens of the longest row.

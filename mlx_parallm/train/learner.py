@@ -110,12 +110,11 @@ class Learner:
             live = publish(outcome, policy.weights()) if publish else None
             return completed((outcome, None)) if live is None else then(live, lambda ref: (outcome, ref))
 
-        try:
-            return await self._device.run(lambda: then(self.trainer.begin(policy, batch), publish_outcome))
-        except asyncio.CancelledError:
-            with suppress(EngineDeadError):
-                await self._device.run(lambda: self.trainer.abandon(policy))
-            raise
+        return await ask_device(
+            self._device,
+            lambda: then(self.trainer.begin(policy, batch), publish_outcome),
+            lambda _: self.trainer.abandon(policy),
+        )
 
     async def accumulate(
         self,
