@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
-from mlx_parallm.adapters.formats import CONFIG_FILE, FROZEN, Factor, Format, FormatName, format_of, locate, problem
+from mlx_parallm.adapters.formats import CONFIG_FILE, FROZEN, Factor, Format, format_of, locate, problem
 from mlx_parallm.adapters.weights import (
     AdapterLayout,
     AdapterWeights,
@@ -38,7 +38,7 @@ from mlx_parallm.adapters.weights import (
     VersionInfo,
     plain_path,
 )
-from mlx_parallm.errors import AdapterFileError, InvalidRequestError, shown
+from mlx_parallm.errors import InvalidRequestError, shown
 
 Float32 = NDArray[np.float32]
 
@@ -195,66 +195,52 @@ class TensorInfo:
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-class WeightsFile:
-    """An open safetensors file, of which the header has been read. Use it as a context manager.
-
-    `tensors`: what the header declares, by name. `data`: all bytes of the file, after `read`.
+def _read_header(file: BinaryIO, name: str) -> tuple[bytes, dict[str, TensorInfo]]:
+    """The header of a safetensors file, with its length before it, and the tensors that it declares, by name.
 
     Raises:
-        AdapterFileError: it is missing, no safetensors file, or a tensor has an unsupported type.
+        AdapterFileError: it is no safetensors file, or a tensor has an unsupported type.
     """
+    prefix = _read(file, 8, name)
+    if len(prefix) < 8:
+        raise problem(f"{name} {_DAMAGED}")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > _HEADER_BYTES:
+        raise problem(f"{name} is no safetensors file: its header would be {length} bytes long")
+    body = _read(file, length, name)
+    if len(body) < length:
+        raise problem(f"{name} {_DAMAGED}")
+    entries = _parsed(body, f"the header of {name}")
+    entries.pop("__metadata__", None)
+    return prefix + body, {tensor: _info(tensor, entry) for tensor, entry in entries.items()}
 
-    def __init__(self, folder: Path, name: str, roots: AdapterRoots | None) -> None:
-        if not os.path.lexists(folder / name):
-            raise problem(_missing(folder, name))
-        self._name = name
-        self._file = _open(folder / name, roots)
-        try:
-            self.data = self._header()
-            entries = _parsed(self.data[8:], f"the header of {name}")
-            entries.pop("__metadata__", None)
-            self.tensors = {tensor: _info(tensor, entry) for tensor, entry in entries.items()}
-        except AdapterFileError:
-            self._file.close()
-            raise
 
-    def __enter__(self) -> WeightsFile:
-        return self
+def _read_rest(file: BinaryIO, name: str, header: bytes, tensors: Mapping[str, TensorInfo]) -> bytes:
+    """All bytes of a safetensors file, of which the header has been read.
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    Raises:
+        AdapterFileError: it is not as long as its header says.
+    """
+    nbytes = sum(info.nbytes for info in tensors.values())
+    # Check the file's length first, so that a false header cannot make us allocate what it claims.
+    fits = os.fstat(file.fileno()).st_size == len(header) + nbytes
+    data = header + _read(file, nbytes, name) if fits else header
+    if len(data) != len(header) + nbytes:
+        raise problem(f"{name} {_DAMAGED}; its tensors are not as long as its header says")
+    return data
 
-    def _header(self) -> bytes:
-        """The header, with its length before it."""
-        prefix = _read(self._file, 8, self._name)
-        if len(prefix) < 8:
-            raise problem(f"{self._name} {_DAMAGED}")
-        (length,) = struct.unpack("<Q", prefix)
-        if length > _HEADER_BYTES:
-            raise problem(f"{self._name} is no safetensors file: its header would be {length} bytes long")
-        body = _read(self._file, length, self._name)
-        if len(body) < length:
-            raise problem(f"{self._name} {_DAMAGED}")
-        return prefix + body
 
-    def read(self, names: Collection[str]) -> dict[str, Float32]:
-        """Reads the rest of the file. Returns those of these tensors that it has, as float32.
+def _floats(data: bytes, name: str, tensors: Mapping[str, TensorInfo], wanted: Collection[str]) -> dict[str, Float32]:
+    """Those of the wanted tensors that a safetensors file has, as float32. `data`: all its bytes.
 
-        Raises:
-            AdapterFileError: data and header do not agree, or a value is not finite.
-        """
-        nbytes = sum(info.nbytes for info in self.tensors.values())
-        size = len(self.data) + nbytes
-        # Check the file's length first, so that a false header cannot make us allocate what it claims.
-        if os.fstat(self._file.fileno()).st_size == size:
-            self.data += _read(self._file, nbytes, self._name)
-        if len(self.data) != size:
-            raise problem(f"{self._name} {_DAMAGED}; its tensors are not as long as its header says")
-        try:
-            stored = dict(deserialize(self.data))  # type: ignore[no-untyped-call]
-        except SafetensorError as error:
-            raise problem(f"{self._name} {_DAMAGED} ({error})") from error
-        return {name: _widened(name, self.tensors[name], stored[name]["data"]) for name in names if name in stored}
+    Raises:
+        AdapterFileError: data and header do not agree, or a value is not finite.
+    """
+    try:
+        stored = dict(deserialize(data))  # type: ignore[no-untyped-call]
+    except SafetensorError as error:
+        raise problem(f"{name} {_DAMAGED} ({error})") from error
+    return {each: _widened(each, tensors[each], stored[each]["data"]) for each in wanted if each in stored}
 
 
 def _missing(folder: Path, name: str) -> str:
@@ -319,7 +305,6 @@ class AdapterFile:
 
     weights: AdapterWeights
     info: VersionInfo
-    format: FormatName
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,27 +338,32 @@ def read_as(
 ) -> tuple[AdapterFile, dict[str, Float32]]:
     """As `read_adapter`, with a config that has been read. Returns also those of the tensors `others` that the file
     has, which are no factors."""
-    with WeightsFile(folder, form.weights_file, roots) as file:
-        copies = {name: path for name in file.tensors if (path := form.base_copy(name)) is not None}
-        plans = _plans(form, file.tensors, {*copies, *others}, layout, max_rank)
-        for name, path in copies.items():
-            if FROZEN in name:
-                _check_shape(name, file.tensors[name], locate(path, layout)[0])
-        compared = {name: path for name, path in copies.items() if FROZEN not in name}
-        factors = {name for plan in plans.values() for name in (plan.a, plan.b)}
-        tensors = file.read([*factors, *compared, *others])
-    for name, path in compared.items():
-        _check_copy(name, path, file.tensors[name].dtype, tensors[name], layout)
+    name = form.weights_file
+    if not os.path.lexists(folder / name):
+        raise problem(_missing(folder, name))
+    with _open(folder / name, roots) as file:
+        header, tensors = _read_header(file, name)
+        copies = {tensor: path for tensor in tensors if (path := form.base_copy(tensor)) is not None}
+        plans = _plans(form, tensors, {*copies, *others}, layout, max_rank)
+        for tensor, path in copies.items():
+            if FROZEN in tensor:
+                _check_shape(tensor, tensors[tensor], locate(path, layout)[0])
+        data = _read_rest(file, name, header, tensors)
+    compared = {tensor: path for tensor, path in copies.items() if FROZEN not in tensor}
+    factors = {factor for plan in plans.values() for factor in (plan.a, plan.b)}
+    floats = _floats(data, name, tensors, [*factors, *compared, *others])
+    for tensor, path in compared.items():
+        _check_copy(tensor, path, tensors[tensor].dtype, floats[tensor], layout)
     pairs = {
-        spec.path: _pair(plans[spec.path], tensors, spec, form.transposed, max_rank)
+        spec.path: _pair(plans[spec.path], floats, spec, form.transposed, max_rank)
         for spec in layout
         if spec.path in plans
     }
     weights = AdapterWeights(pairs, form.rslora)
-    nbytes = sum(file.tensors[name].nbytes for plan in plans.values() for name in (plan.a, plan.b))
-    digest, warning = _digest(file.data, plans), form.contradiction(plans, layout)
+    nbytes = sum(tensors[factor].nbytes for plan in plans.values() for factor in (plan.a, plan.b))
+    digest, warning = _digest(data, plans), form.contradiction(plans, layout)
     info = replace(VersionInfo.of(weights), nbytes=nbytes, digest=digest, root=str(folder), warning=warning)
-    return AdapterFile(weights, info, form.name), {name: tensors[name] for name in others if name in tensors}
+    return AdapterFile(weights, info), {tensor: floats[tensor] for tensor in others if tensor in floats}
 
 
 # -- plans -----------------------------------------------------------------------------------------
