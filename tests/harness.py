@@ -1,9 +1,11 @@
-"""Builds a `Engine` over a tiny model, and what tests read off its events."""
+"""Builds an `Engine` over a tiny model, also on a device thread, and what tests read off its events."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -35,6 +37,7 @@ from mlx_parallm.engine.engine import Engine, EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.speculate import Source
 from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
@@ -97,6 +100,31 @@ class Harness:
                 return
         raise AssertionError(f"not idle after {limit} steps")
 
+    def submit_all(self, rows: Iterable[Sequence[int]], max_tokens: int = 8, **fields: object) -> None:
+        """Submits requests "0", "1", … with these prompts."""
+        for number, row in enumerate(rows):
+            self.submit(str(number), row, max_tokens, **fields)
+
+    def answer(self, request_id: str, prompt: Sequence[int], max_tokens: int = 8, **fields: object) -> list[int]:
+        """Submits a request, steps until idle, and returns the tokens of its first sequence."""
+        self.submit(request_id, prompt, max_tokens, **fields)
+        self.run()
+        return self.tokens(request_id)
+
+    def step(self, times: int = 1) -> None:
+        """Steps so many times, with all integrity checks after each."""
+        for _ in range(times):
+            self.loop.step()
+            self.loop.check_integrity()
+
+    def until(self, condition: Callable[[], object], limit: int = 5000) -> None:
+        """Steps until the condition is true."""
+        for _ in range(limit):
+            if condition():
+                return
+            self.step()
+        raise AssertionError(f"not within {limit} steps")
+
     def publish(self, name: str, weights: AdapterWeights, *, staged: bool = True) -> AdapterRef:
         """Adds a version that can be read again and flips the name to it; `staged`: runs until it is in a slot."""
         info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes, root=f"/{name}/{id(weights)}")
@@ -109,9 +137,7 @@ class Harness:
 
     def wait(self, future: Future[T]) -> T:
         """Steps until the future is completed. Raises its exception."""
-        while not future.done():
-            self.loop.step()
-            self.loop.check_integrity()
+        self.until(future.done)
         return future.result()
 
     def of(self, request_id: str) -> list[Event]:
@@ -192,6 +218,37 @@ def make_harness(
     return Harness(Engine(parts, events.extend), runner, store, files, wakes, events)
 
 
+VOCABULARY = Vocabulary(263, frozenset(), lambda *_: PlainText())
+
+
+def engine_parts(harness: Harness | None = None, cost: CostModel | None = None, **fields: Any) -> EngineParts:
+    """The parts of an engine of its own, made of those of a harness. `fields` go to `EngineParts`."""
+    harness = harness or make_harness()
+    made = {"adapters": harness.adapters, "scheduler": SchedulerConfig(), "vocabulary": VOCABULARY} | fields
+    return EngineParts(harness.runner, cost=cost or CostModel(0.01, 1e-4, 1e-8), **made)
+
+
+@asynccontextmanager
+async def running(build: Callable[[], EngineParts] = engine_parts) -> AsyncIterator[ContinuousBatchProcessor]:
+    """An engine on a device thread, which builds its parts, with all integrity checks. It is stopped at the end."""
+    processor = ContinuousBatchProcessor(build, debug=True)
+    await asyncio.to_thread(processor.start)
+    try:
+        yield processor
+    finally:
+        await asyncio.to_thread(processor.stop)
+
+
+def greedy(request_id: str, prompt: Sequence[int], max_tokens: int, **fields: Any) -> GenerationRequest:
+    """A request for one greedy answer."""
+    return GenerationRequest(request_id, (tuple(prompt),), GREEDY, StopParams(max_tokens), **fields)
+
+
+def tokens_in(events: Iterable[Event]) -> list[int]:
+    """The tokens of all outputs among these events."""
+    return [token for event in events if isinstance(event, SequenceOutput) for token in event.token_ids]
+
+
 def _draft_runner(model: nn.Module, bank: AdapterBank | None, device: DeviceMemory, max_length: int) -> BatchRunner:
     plan = prepare(model)
     layout = plan.layout
@@ -245,3 +302,11 @@ def assert_same_tokens(got: Sequence[int], reference: Solo, tolerance: float) ->
         if token != expected:
             assert gap <= 10 * tolerance, f"token {at}: {token} instead of {expected}, gap {gap:.2e}"
             return  # after a tie the two runs go their own ways
+
+
+def assert_solo(
+    harness: Harness, model: nn.Module, rows: Iterable[Sequence[int]], max_tokens: int, tolerance: float = 1e-5
+) -> None:
+    """The requests "0", "1", … have the tokens that the model gives each of these prompts alone."""
+    for number, row in enumerate(rows):
+        assert_same_tokens(harness.tokens(str(number)), solo(model, row, max_tokens), tolerance)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -149,12 +150,28 @@ def with_logprobs(trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn:
     return [with_logprobs_of(s, plain_logprobs(trainer, model, policy.params, s)) for s in drawn]
 
 
+def learning(
+    drawn: Sequence[Datum], settings: ResolvedTraining = SETTINGS, *family: str, moved: float = 0.05, **options: Any
+) -> tuple[GRPOTrainer, nn.Module, Policy, list[Datum]]:
+    """A trainer, its model, a policy, and these samples as the policy would have drawn them. See `make_trainer`."""
+    trainer, model = make_trainer(settings, *family, **options)
+    policy = make_policy(trainer, moved)
+    return trainer, model, policy, with_logprobs(trainer, model, policy, drawn)
+
+
+def assert_plain_logprobs(trainer: GRPOTrainer, model: nn.Module, policy: Policy, drawn: Sequence[Datum]) -> MicroBatch:
+    """The samples as one micro-batch, whose logprobs are those of plain forwards over one sample after the other."""
+    batch = packed(drawn)
+    got = batch.padded(logprobs(trainer, batch, policy.params, policy.scale))
+    for row, sample in enumerate(drawn):
+        want = plain_logprobs(trainer, model, policy.params, sample)
+        assert got[row, : len(want)].tolist() == pytest.approx(want, abs=1e-4)
+    return batch
+
+
 def learn(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Datum]) -> UpdateOutcome:
     """One update, to its end."""
-    outcome = trainer.begin(policy, UpdateBatch(tuple(drawn)))
-    while trainer.waits():
-        trainer.advance()
-    return outcome.result(timeout=0)
+    return finish(trainer, trainer.begin(policy, UpdateBatch(tuple(drawn))))[0]
 
 
 def snapshot(policy: Policy) -> PolicySnapshot:
@@ -192,9 +209,7 @@ def gradients_of(objective: Callable[[Params], mx.array], policy: Policy) -> dic
 def gradients(trainer: GRPOTrainer, policy: Policy, drawn: Sequence[Datum]) -> dict[str, np.ndarray]:
     """Of one update over `drawn`, before clipping."""
     update = Recorder(policy)
-    trainer.begin(update, UpdateBatch(tuple(drawn)))
-    while trainer.waits():
-        trainer.advance()
+    learn(trainer, update, drawn)
     return update.seen
 
 
@@ -227,10 +242,11 @@ def assert_close(got: dict[str, np.ndarray], want: dict[str, np.ndarray], relati
         np.testing.assert_allclose(got[name], leaf, rtol=0, atol=relative * largest, err_msg=name)
 
 
-def finish(trainer: GRPOTrainer) -> None:
-    """Runs all units that wait."""
+def finish(trainer: GRPOTrainer, *futures: Future[Any]) -> list[Any]:
+    """Runs all units that wait. Returns the results of these futures, or raises the error of one."""
     while trainer.waits():
         trainer.advance()
+    return [future.result(timeout=0) for future in futures]
 
 
 def failing(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, owner: object, method: str) -> None:

@@ -25,6 +25,7 @@ from saves import (
 )
 
 from mlx_parallm.adapters.cards import CheckpointCard
+from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import (
     ConflictError,
@@ -34,6 +35,11 @@ from mlx_parallm.errors import (
 
 TAG_NAMES = st.sampled_from(["best", "good"])
 KEEP = 2
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> CheckpointStore:
+    return manager(tmp_path)
 
 
 # ---- what is saved is what is loaded -----------------------------------------------------------------
@@ -50,8 +56,7 @@ def test_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert Path(saved.path) == tmp_path / NAME / "checkpoint-1"
 
 
-def test_steps_count_up_and_latest_follows_the_newest_save(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
+def test_steps_count_up_and_latest_follows_the_newest_save(checkpoints: CheckpointStore) -> None:
     steps = [
         checkpoints.save_checkpoint(ref(1), weights(seed), step).step for seed, step in ((1, None), (2, 7), (3, 4))
     ]
@@ -70,8 +75,7 @@ def test_newest_version_counts_pruned_checkpoints(tmp_path: Path) -> None:
     assert checkpoints.newest_version(NAME) == 9
 
 
-def test_adapters_are_kept_apart(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
+def test_adapters_are_kept_apart(checkpoints: CheckpointStore) -> None:
     checkpoints.save_checkpoint(ref(1), weights(1), tags=["best"])
     checkpoints.save_checkpoint(ref(5, "law"), weights(2))
     assert checkpoints.find("law", "best") is None
@@ -83,8 +87,7 @@ def test_adapters_are_kept_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("which", ["checkpoint-2", "best", "", "../math/checkpoint-1", "latest\n"])
-def test_unknown_checkpoint(tmp_path: Path, which: str) -> None:
-    checkpoints = manager(tmp_path)
+def test_unknown_checkpoint(checkpoints: CheckpointStore, which: str) -> None:
     checkpoints.save_checkpoint(ref(1), weights(1))
     assert checkpoints.find(NAME, which) is None
     with pytest.raises(UnknownModelError):
@@ -98,8 +101,7 @@ def test_unknown_checkpoint(tmp_path: Path, which: str) -> None:
 # ---- one step twice, tags, pruning -------------------------------------------------------------------
 
 
-def test_same_step_again_keeps_equal_content_and_refuses_other(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
+def test_same_step_again_keeps_equal_content_and_refuses_other(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     first = checkpoints.save_checkpoint(ref(1), weights(1), step=5, metrics={"reward": 1.0}, extra=write_optimizer)
     again = checkpoints.save_checkpoint(ref(2), weights(1), step=5, tags=["good"], extra=write_optimizer)
     assert (again.adapter, again.created, again.metrics) == (first.adapter, first.created, first.metrics)
@@ -114,16 +116,14 @@ def test_same_step_again_keeps_equal_content_and_refuses_other(tmp_path: Path) -
     assert hidden(tmp_path / NAME) == []
 
 
-def test_saving_an_old_step_again_does_not_make_it_the_latest(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
+def test_saving_an_old_step_again_does_not_make_it_the_latest(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     for seed in (1, 2):
         checkpoints.save_checkpoint(ref(seed), weights(seed))
     assert checkpoints.save_checkpoint(ref(1), weights(1), step=1, tags=["old"]).tags == ("old",)
     assert manager(tmp_path).load_checkpoint(NAME).card.step == 2
 
 
-def test_latest_can_be_moved_back_and_moves_on_with_the_next_save(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
+def test_latest_can_be_moved_back_and_moves_on_with_the_next_save(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         checkpoints.save_checkpoint(ref(seed), weights(seed))
     assert checkpoints.set_latest(NAME, "checkpoint-2").tags == ("latest",)
@@ -144,8 +144,7 @@ def test_a_checkpoint_that_lost_its_tag_outlives_being_saved_again(tmp_path: Pat
     assert_holds(checkpoints.load_checkpoint(NAME, "checkpoint-1"), seed=1)
 
 
-def test_a_tag_moves(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path)
+def test_a_tag_moves(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     for seed in (1, 2):
         checkpoints.save_checkpoint(ref(seed), weights(seed), tags=["best"])
     assert [card.tags for card in checkpoints.cards()] == [(), ("best", "latest")]
@@ -154,8 +153,7 @@ def test_a_tag_moves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tag", ["latest", "checkpoint-3", "a/b", "", ".x", "base"])
-def test_tags_are_plain_names(tmp_path: Path, tag: str) -> None:
-    checkpoints = manager(tmp_path)
+def test_tags_are_plain_names(checkpoints: CheckpointStore, tag: str) -> None:
     checkpoints.save_checkpoint(ref(1), weights(1))
     with pytest.raises(InvalidRequestError):
         checkpoints.tag(NAME, "latest", tag)
@@ -208,8 +206,9 @@ def test_latest_is_kept_though_it_is_not_among_the_newest_steps(
         {"weights": AdapterWeights({Q_PROJ: LoRAPair(np.full((8, 1), np.nan), np.ones((1, 8)), 1.0)})},
     ],
 )
-def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path, bad: dict[str, object]) -> None:
-    checkpoints = manager(tmp_path)
+def test_what_could_not_be_loaded_is_not_saved(
+    checkpoints: CheckpointStore, tmp_path: Path, bad: dict[str, object]
+) -> None:
     with pytest.raises(InvalidRequestError):
         checkpoints.save_checkpoint(**{"adapter": ref(1), "weights": weights(1), **bad})
     assert checkpoints.cards() == manager(tmp_path).cards() == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,6 +12,13 @@ from mlx_parallm.adapters.registry import KEPT_VERSIONS, AdapterRegistry
 from mlx_parallm.adapters.weights import Version, VersionInfo
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import ConflictError, UnknownModelError
+
+
+@pytest.fixture
+def registry() -> Iterator[AdapterRegistry]:
+    made = AdapterRegistry()
+    yield made
+    made.check_integrity()
 
 
 def info(root: str = "", digest: str = "") -> VersionInfo:
@@ -33,8 +41,7 @@ def drawn(registry: AdapterRegistry) -> AdapterRef:
         return version.ref
 
 
-def test_a_name_means_its_live_version_and_a_number_that_very_one() -> None:
-    registry = AdapterRegistry()
+def test_a_name_means_its_live_version_and_a_number_that_very_one(registry: AdapterRegistry) -> None:
     for _ in range(3):
         publish(registry, "math")
     waiting = registry.add("math", info())
@@ -44,8 +51,10 @@ def test_a_name_means_its_live_version_and_a_number_that_very_one() -> None:
     assert registry.find("base").ref == BASE_ADAPTER
 
 
-def test_the_time_that_flips_take_is_kept_of_the_last_and_of_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry, clock = AdapterRegistry(), iter([10.0, 10.5, 20.0, 20.25])
+def test_the_time_that_flips_take_is_kept_of_the_last_and_of_the_longest(
+    registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([10.0, 10.5, 20.0, 20.25])
     monkeypatch.setattr("mlx_parallm.adapters.registry.time.perf_counter", lambda: next(clock))
     publish(registry, "math")
     publish(registry, "math")
@@ -56,8 +65,7 @@ def test_the_time_that_flips_take_is_kept_of_the_last_and_of_the_longest(monkeyp
     "selector", ["", "tone", "math@", "math@0", "math@99", "math@1.0", "math@-1", "math@+1", "math@१", "math@1@1",
                  "@1", "math@" + "9" * 400, "MATH", "math ", "base@1", "latest", "checkpoint-1", "../math", "math\x00"],
 )  # fmt: skip
-def test_anything_else_means_nothing(selector: str) -> None:
-    registry = AdapterRegistry()
+def test_anything_else_means_nothing(registry: AdapterRegistry, selector: str) -> None:
     publish(registry, "math")
     with pytest.raises(UnknownModelError):
         registry.find(selector)
@@ -78,8 +86,7 @@ def test_the_error_about_an_unknown_name_lists_a_bounded_number_of_known_ones() 
     assert len(str(caught.value)) < 1200
 
 
-def test_a_version_that_is_not_live_yet_is_not_what_the_name_means() -> None:
-    registry = AdapterRegistry()
+def test_a_version_that_is_not_live_yet_is_not_what_the_name_means(registry: AdapterRegistry) -> None:
     version = registry.add("math", info())
     with pytest.raises(UnknownModelError):
         registry.find("math")
@@ -89,8 +96,7 @@ def test_a_version_that_is_not_live_yet_is_not_what_the_name_means() -> None:
     assert publish(registry, "math").ref.version == 2, "numbers are never used twice"
 
 
-def test_old_versions_are_forgotten_unless_somebody_needs_them() -> None:
-    registry = AdapterRegistry()
+def test_old_versions_are_forgotten_unless_somebody_needs_them(registry: AdapterRegistry) -> None:
     publish(registry, "math")
     second = publish(registry, "math")
     registry.set_route({"math@2": 1.0})
@@ -101,11 +107,9 @@ def test_old_versions_are_forgotten_unless_somebody_needs_them() -> None:
         assert numbers == [1, 2, *range(203 - KEPT_VERSIONS, 203)]
     assert [version.ref.version for version in registry.versions()] == [2, *range(203 - KEPT_VERSIONS, 203)]
     assert registry.needed(second)
-    registry.check_integrity()
 
 
-def test_a_client_may_choose_the_number_of_a_version_as_long_as_numbers_ascend() -> None:
-    registry = AdapterRegistry()
+def test_a_client_may_choose_the_number_of_a_version_as_long_as_numbers_ascend(registry: AdapterRegistry) -> None:
     for number in (0, 3):
         registry.flip(registry.add("math", info(), number).ref)
     assert meaning(registry, "math") == "math@3"
@@ -117,11 +121,9 @@ def test_a_client_may_choose_the_number_of_a_version_as_long_as_numbers_ascend()
     registry.unload("math")
     with pytest.raises(ConflictError):
         registry.add("math", info(), 3)
-    registry.check_integrity()
 
 
-def test_a_version_of_a_chosen_number_is_kept_until_it_is_unloaded() -> None:
-    registry = AdapterRegistry()
+def test_a_version_of_a_chosen_number_is_kept_until_it_is_unloaded(registry: AdapterRegistry) -> None:
     first = registry.add("math", info(), 1)
     registry.flip(first.ref)
     for _ in range(2 * KEPT_VERSIONS):
@@ -134,8 +136,7 @@ def test_a_version_of_a_chosen_number_is_kept_until_it_is_unloaded() -> None:
         registry.find("math@1")
 
 
-def test_a_lease_outlives_an_unload() -> None:
-    registry = AdapterRegistry()
+def test_a_lease_outlives_an_unload(registry: AdapterRegistry) -> None:
     publish(registry, "math")
     with registry.lease("math") as version:
         assert registry.unload("math") == (version,)
@@ -148,8 +149,7 @@ def test_a_lease_outlives_an_unload() -> None:
     assert publish(registry, "math").ref.version == 2
 
 
-def test_one_version_can_be_unloaded_but_not_the_live_or_a_routed_one() -> None:
-    registry = AdapterRegistry()
+def test_one_version_can_be_unloaded_but_not_the_live_or_a_routed_one(registry: AdapterRegistry) -> None:
     for _ in range(3):
         publish(registry, "math")
     registry.unload("math@1")
@@ -165,8 +165,7 @@ def test_one_version_can_be_unloaded_but_not_the_live_or_a_routed_one() -> None:
     assert len(registry.unload("math")) == 2
 
 
-def test_rollback_goes_back_one_version_at_a_time() -> None:
-    registry = AdapterRegistry()
+def test_rollback_goes_back_one_version_at_a_time(registry: AdapterRegistry) -> None:
     for _ in range(3):
         publish(registry, "math")
     assert str(registry.rollback("math", lambda _: True).ref) == "math@2"
@@ -182,8 +181,7 @@ def test_rollback_goes_back_one_version_at_a_time() -> None:
         registry.rollback("tone", lambda _: True)
 
 
-def test_swaps_count_changes_of_meaning() -> None:
-    registry = AdapterRegistry()
+def test_swaps_count_changes_of_meaning(registry: AdapterRegistry) -> None:
     version = publish(registry, "math")
     assert registry.swaps == 0, "nothing was replaced"
     registry.flip(version.ref)
@@ -195,8 +193,7 @@ def test_swaps_count_changes_of_meaning() -> None:
     assert registry.swaps == 4
 
 
-def test_a_version_that_is_unloaded_while_it_is_staged_never_goes_live() -> None:
-    registry = AdapterRegistry()
+def test_a_version_that_is_unloaded_while_it_is_staged_never_goes_live(registry: AdapterRegistry) -> None:
     publish(registry, "math")
     staged = registry.add("math", info())
     registry.unload("math")
@@ -205,11 +202,9 @@ def test_a_version_that_is_unloaded_while_it_is_staged_never_goes_live() -> None
     with pytest.raises(UnknownModelError):
         registry.find("math")
     registry.discard(staged.ref)
-    registry.check_integrity()
 
 
-def test_files_that_get_new_content_supersede_what_was_read_from_them() -> None:
-    registry = AdapterRegistry()
+def test_files_that_get_new_content_supersede_what_was_read_from_them(registry: AdapterRegistry) -> None:
     first = publish(registry, "math", "/a", "1")
     other = publish(registry, "tone", "/b", "2")
     publish(registry, "the same under another name", "/a", "1")
@@ -224,8 +219,7 @@ def test_files_that_get_new_content_supersede_what_was_read_from_them() -> None:
 # ---- the route ----------------------------------------------------------------------------------
 
 
-def test_requests_without_a_name_are_shared_out_by_weight() -> None:
-    registry = AdapterRegistry()
+def test_requests_without_a_name_are_shared_out_by_weight(registry: AdapterRegistry) -> None:
     publish(registry, "math")
     publish(registry, "math")
     assert drawn(registry) == BASE_ADAPTER
@@ -235,8 +229,7 @@ def test_requests_without_a_name_are_shared_out_by_weight() -> None:
     assert counts.keys() == {"math@1", "math@2"}
 
 
-def test_a_route_to_a_name_follows_its_flips() -> None:
-    registry = AdapterRegistry()
+def test_a_route_to_a_name_follows_its_flips(registry: AdapterRegistry) -> None:
     publish(registry, "math")
     registry.set_route({"math": 1.0})
     publish(registry, "math")
@@ -268,11 +261,9 @@ def test_a_discarded_version_leaves_what_it_replaced_live() -> None:
     assert drawn(registry) == BASE_ADAPTER
     with pytest.raises(UnknownModelError):
         registry.find("policy")
-    registry.check_integrity()
 
 
-def test_routes_that_lead_nowhere_are_refused() -> None:
-    registry = AdapterRegistry()
+def test_routes_that_lead_nowhere_are_refused(registry: AdapterRegistry) -> None:
     publish(registry, "math")
     with pytest.raises(UnknownModelError):
         registry.set_route({"tone": 1.0})
@@ -307,15 +298,13 @@ def test_checkpoints_of_the_default_adapter_are_selectors() -> None:
         registry.find("checkpoint-31")
 
 
-def test_a_restored_version_is_live_under_its_own_number() -> None:
-    registry = AdapterRegistry()
+def test_a_restored_version_is_live_under_its_own_number(registry: AdapterRegistry) -> None:
     registry.flip(registry.restore(AdapterRef("math", 5), info("/ckpt/math")).ref)
     assert meaning(registry, "math") == "math@5"
     assert publish(registry, "math").ref.version == 6
 
 
-def test_threads_may_lease_while_others_publish_and_unload() -> None:
-    registry = AdapterRegistry()
+def test_threads_may_lease_while_others_publish_and_unload(registry: AdapterRegistry) -> None:
     publish(registry, "math")
     faults: list[Exception] = []
 
@@ -362,4 +351,3 @@ def test_a_split_name_is_answered_by_the_version_that_the_key_gets() -> None:
     with registry.lease("math", "ann") as version:
         assert version.ref == second
     registry.unload("math@1")
-    registry.check_integrity()

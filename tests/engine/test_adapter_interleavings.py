@@ -80,9 +80,7 @@ def test_any_interleaving_of_publishes_requests_aborts_and_unloads(world: World,
 
     for _ in range(data.draw(st.integers(3, 14), label="actions")):
         data.draw(st.sampled_from([publish, publish, request, request, request, abort, unload]), label="action")()
-        for _ in range(data.draw(st.integers(0, 6), label="steps")):
-            harness.loop.step()
-            harness.loop.check_integrity()
+        harness.step(data.draw(st.integers(0, 6), label="steps"))
         registry.check_integrity()
     harness.run()
     for rid, (ref, row, lease) in requests.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Inline, make_harness, solo
+from harness import Inline, engine_parts, greedy, make_harness, running, solo, tokens_in
 from lora import layout_of, merged, random_adapter
 from tiny import tiny_model
 
@@ -24,11 +24,7 @@ from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.service import AdapterLibrary, AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.requests import GenerationRequest, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
-from mlx_parallm.engine.scheduler import SchedulerConfig
-from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import (
     AdapterFileError,
@@ -40,14 +36,6 @@ from mlx_parallm.errors import (
 
 LAYOUT = layout_of(tiny_model("llama"))
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-
-
-class Text:
-    def add(self, token_id: int) -> str:
-        return f"<{token_id}>"
-
-    def finish(self) -> str:
-        return ""
 
 
 @dataclass
@@ -71,10 +59,8 @@ class World:
     async def generate(self, selector: str | None, max_tokens: int = 12) -> tuple[AdapterRef, list[int]]:
         self.requests += 1
         with self.service.lease(selector) as ref:
-            sampling, stopping = SamplingParams(temperature=0.0), StopParams(max_tokens)
-            request = GenerationRequest(str(self.requests), (tuple(PROMPT),), sampling, stopping, adapter=ref)
-            events = [event async for event in self.processor.generate(request)]
-        return ref, [token for e in events if isinstance(e, SequenceOutput) for token in e.token_ids]
+            request = greedy(str(self.requests), PROMPT, max_tokens, adapter=ref)
+            return ref, tokens_in([event async for event in self.processor.generate(request)])
 
 
 def expected(weights: AdapterWeights, max_tokens: int = 12) -> list[int]:
@@ -92,16 +78,14 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
     def build() -> EngineParts:
         harness = make_harness(slots=2)
-        wake = processor.wake
-        made.append(AdapterStore(harness.adapters.bank, registry, library.read_again, Inline(), 4, wake))
-        vocabulary = Vocabulary(263, frozenset(), lambda prompt, visible_specials: Text())
-        return EngineParts(harness.runner, made[0], vocabulary, SchedulerConfig(), CostModel(0.01, 1e-4, 1e-8))
+        made.append(
+            AdapterStore(harness.adapters.bank, registry, library.read_again, Inline(), 4, lambda: processor.wake())
+        )
+        return engine_parts(harness, adapters=made[0])
 
-    processor = ContinuousBatchProcessor(build, debug=True)
-    await asyncio.to_thread(processor.start)
-    service = AdapterService(processor, made[0], library, frozenset({"tiny"}), root / "live")
-    yield World(processor, service, made[0], registry, root)
-    await asyncio.to_thread(processor.stop)
+    async with running(build) as processor:
+        service = AdapterService(processor, made[0], library, frozenset({"tiny"}), root / "live")
+        yield World(processor, service, made[0], registry, root)
 
 
 async def test_a_loaded_adapter_is_staged_live_and_serves(world: World) -> None:
@@ -133,7 +117,7 @@ async def test_a_card_counts_requests_and_not_who_else_keeps_the_version(world: 
     await world.service.load("math", "m", replace=False)
     with world.service.lease("math") as ref:
         assert under_way() == [0]
-        request = GenerationRequest("r", (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(40), adapter=ref)
+        request = greedy("r", PROMPT, 40, adapter=ref)
         async with aclosing(world.processor.generate(request)) as events:
             await anext(events)
             assert under_way() == [1]

@@ -113,18 +113,14 @@ def test_a_version_that_made_way_for_nothing_is_served_again(monkeypatch: pytest
     layout = layout_of(model)
     harness = make_harness(model, slots=2, max_rows=4)
     old, short, late = (harness.publish(name, random_adapter(layout, i)) for i, name in enumerate(("a", "b", "c")))
-    harness.submit("again", [5, 6, 7], 2, adapter=old)
-    harness.run()
+    harness.answer("again", [5, 6, 7], 2, adapter=old)
     harness.submit("long", [1, 2, 3], 240, adapter=old)
     harness.submit("short", [1, 2, 3], 12, adapter=short)
-    for _ in range(8):
-        harness.loop.step()
+    harness.step(8)
     harness.submit("late", [1, 2, 3], 3, adapter=late)
-    while not harness.tokens("late"):
-        harness.loop.step()
+    harness.until(lambda: harness.tokens("late"))
     assert len(harness.tokens("long")) < 240, "the slot that came free was the other one"
-    harness.submit("after", [4, 5, 6], 3, adapter=old)
-    harness.run()
+    harness.answer("after", [4, 5, 6], 3, adapter=old)
     for name in ("long", "short", "late", "after"):
         assert isinstance(harness.terminal(name), RequestFinished)
 
@@ -136,8 +132,7 @@ def test_a_unit_of_staging_brings_one_version_though_it_has_time_for_more() -> N
     harness = make_harness(model, slots=2, max_rows=4)
     refs = [harness.publish(name, random_adapter(layout, i)) for i, name in enumerate("abcd")]
     harness.submit("long", [1, 2, 3], 60, adapter=refs[0])
-    while not harness.tokens("long"):
-        harness.loop.step()
+    harness.until(lambda: harness.tokens("long"))
     staged = harness.adapters.staged_total
     for name, ref in (("first", refs[1]), ("second", refs[2])):
         harness.submit(name, [1, 2, 3], 3, adapter=ref)
@@ -169,8 +164,7 @@ def test_rows_admitted_before_a_write_begins_keep_their_slot() -> None:
     version = harness.adapters.registry.version(new)
     staged = harness.adapters.stage(version, random_adapter(layout, 2))
     assert harness.adapters.waits()
-    harness.submit("row", row, 12, adapter=old)
-    harness.run()
+    harness.answer("row", row, 12, adapter=old)
     assert staged.exception(timeout=0) is None
     assert_same_tokens(harness.tokens("row"), solo(merged(tiny_model("llama"), weights), row, 12), TINY)
 
@@ -213,8 +207,7 @@ def test_a_request_whose_adapter_cannot_be_read_again_hears_of_it_though_nothing
     layout, harness = layout_of(model), make_harness(model, slots=1, copies=0)
     lost, _ = (harness.publish(name, random_adapter(layout, 1)) for name in ("lost", "kept"))
     harness.files.clear()
-    harness.submit("needs lost", [1, 2, 3], 5, adapter=lost)
-    harness.run()
+    harness.answer("needs lost", [1, 2, 3], 5, adapter=lost)
     assert isinstance(harness.terminal("needs lost"), RequestFailed)
 
 
@@ -226,8 +219,7 @@ def test_a_failed_write_costs_no_request(monkeypatch: pytest.MonkeyPatch) -> Non
     harness = make_harness(model)
     ref = harness.publish("a", weights)
     harness.submit("running", row, 30, adapter=ref)
-    for _ in range(8):
-        harness.loop.step()
+    harness.step(8)
     bank = harness.adapters.bank
     original = type(bank).write
 
@@ -278,8 +270,7 @@ def test_the_bank_is_made_when_an_adapter_needs_it_and_only_what_it_needs() -> N
     model = tiny_model("llama")
     layout = layout_of(model)
     harness = make_harness(model, max_rank=4, slots=64)
-    harness.submit("r", [1, 2, 3], 4)
-    harness.run()
+    harness.answer("r", [1, 2, 3], 4)
     assert harness.adapters.bank.nbytes == 0
     qv = random_adapter(layout, 1, rank=4, targets=QV)
     harness.publish("a", qv)

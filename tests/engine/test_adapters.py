@@ -59,8 +59,7 @@ def test_prompt_logprobs_are_the_adapters_own(family: str) -> None:
     harness = make_harness(model)
     ref = harness.publish("a", weights)
     row = prompts(1, 60, seed=8)[0] * 2
-    harness.submit("s", row, 0, adapter=ref, prompt_logprobs=0)
-    harness.run()
+    harness.answer("s", row, 0, adapter=ref, prompt_logprobs=0)
     logits = merged(tiny_model(family), weights)(mx.array([row]))[0]
     expected = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     (scores,) = [event.logprobs for event in harness.of("s") if isinstance(event, PromptScored)]
@@ -130,8 +129,7 @@ def test_a_publish_leaves_other_slots_bit_identical() -> None:
     for seed in range(2, 8):
         harness.publish("other", random_adapter(layout, seed, rank=seed))
         if seed % 2:
-            harness.submit(f"r{seed}", [1, 2, 3], 3, adapter=kept)
-            harness.run()
+            harness.answer(f"r{seed}", [1, 2, 3], 3, adapter=kept)
         assert slot_bytes(harness, kept) == before
 
 
@@ -142,8 +140,7 @@ def test_an_adapter_that_changes_fewer_linears_leaves_nothing_of_the_slots_last_
     harness = make_harness(model, slots=1)
     harness.publish("big", random_adapter(layout, 1, rank=8))
     ref = harness.publish("small", small)
-    harness.submit("r", row, 12, adapter=ref)
-    harness.run()
+    harness.answer("r", row, 12, adapter=ref)
     assert_same_tokens(harness.tokens("r"), solo(merged(tiny_model("llama"), small), row, 12), TINY)
 
 
@@ -158,8 +155,7 @@ def test_rows_in_flight_keep_their_version_and_new_ones_get_the_new_one() -> Non
         harness.publish("policy", weights)
         refs.append(registry.find("policy").ref)
         harness.submit(str(number), row, 40, adapter=refs[-1])
-        for _ in range(5):
-            harness.loop.step()
+        harness.step(5)
     harness.run()
     assert [str(ref) for ref in refs] == ["policy@1", "policy@2", "policy@3"]
     for number, weights in enumerate(versions):
@@ -175,8 +171,7 @@ def test_the_same_name_with_new_weights_reuses_nothing_of_the_old() -> None:
     for number in range(3):
         weights = random_adapter(layout, 20 + number)
         ref = harness.publish("same", weights)
-        harness.submit(str(number), row, 10, n=3, adapter=ref)
-        harness.run()
+        harness.answer(str(number), row, 10, n=3, adapter=ref)
         reference = solo(merged(tiny_model("llama"), weights), row, 10)
         for index in range(3):
             assert_same_tokens(harness.tokens(str(number), index), reference, TINY)

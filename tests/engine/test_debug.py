@@ -19,8 +19,7 @@ def read_trace(path):
 def test_every_unit_is_in_the_trace_in_order(tmp_path):
     path = tmp_path / "trace.json"
     made = make_harness(trace=path)
-    made.submit("a", [5, 6, 7, 8], max_tokens=3)
-    made.run()
+    made.answer("a", [5, 6, 7, 8], max_tokens=3)
     named, *units = read_trace(path)
     assert (named["ph"], named["args"]) == ("M", {"name": "device"})
     assert {unit["ph"] for unit in units} == {"X"}
@@ -72,8 +71,7 @@ def test_the_state_lists_each_sequence_with_where_it_is():
     made = make_harness(max_rows=1)
     made.submit("first", [5, 6, 7, 8], max_tokens=9)
     made.submit("second", [9] * 6, work_class=WorkClass.TRAINING)
-    while len(made.tokens("first")) < 2:
-        made.loop.step()
+    made.until(lambda: len(made.tokens("first")) >= 2)
     live, waiting = made.loop.stats().detail["sequences"]
     assert (live["request_id"], live["index"], live["status"], live["class"]) == ("first", 0, "running", "inference")
     assert (live["prompt_tokens"], live["generated_tokens"]) == (4, 2)

@@ -140,8 +140,7 @@ def test_memory_is_taken_from_prefixes_then_rollouts_then_the_youngest_rows_and_
     device, cache = harness.runner.cache.device, harness.runner.cache
     adapter = harness.publish("a", random_adapter(harness.adapters.bank.layout, 1, rank=4))
     for number in range(3):
-        harness.submit(f"cached {number}", prompt(number), 8)
-        harness.run()
+        harness.answer(f"cached {number}", prompt(number), 8)
     assert device.bytes_by_account()[MemoryAccount.PREFIXES] >= 9 * block
     assert device.bytes_by_account()[MemoryAccount.ADAPTERS] == harness.adapters.bank.nbytes > 0
 
@@ -178,8 +177,7 @@ def test_an_update_waits_until_cached_prefixes_have_given_it_memory(monkeypatch:
     monkeypatch.setattr(memory, "_TIDY_BYTES_ON_CPU", 1)  # one block or one layer between two units
     harness, training, block = small(40)
     for number in range(8):
-        harness.submit(f"cached {number}", prompt(number), 8)
-        harness.run()
+        harness.answer(f"cached {number}", prompt(number), 8)
     cache = harness.runner.cache
     before = sum(array.nbytes for array in cache.arrays())
     assert before >= 24 * block
@@ -204,8 +202,7 @@ class _Ignored:
 
 def test_a_row_that_is_alone_takes_cached_prefixes_before_what_training_has() -> None:
     harness, training, block = small()
-    harness.submit("cached", prompt(1), 8)
-    harness.run()
+    harness.answer("cached", prompt(1), 8)
     training.policies = 14 * block
     harness.submit("alone", prompt(2), 500)
     excess = []

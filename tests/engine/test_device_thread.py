@@ -12,17 +12,14 @@ from functools import partial
 
 import mlx.core as mx
 import pytest
-from harness import Harness, PlainText, make_harness, solo
+from harness import engine_parts, greedy, make_harness, running, solo, tokens_in
 from tiny import tiny_model
 
 from mlx_parallm.batch.runner import BatchRunner, Pending
 from mlx_parallm.core.device import DeviceSchedule, completed, then
 from mlx_parallm.core.machine import MachineState, Relief
-from mlx_parallm.core.requests import GenerationRequest, RequestFailed, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.engine.budget import CostModel
+from mlx_parallm.core.requests import RequestFailed
 from mlx_parallm.engine.engine import EngineParts
-from mlx_parallm.engine.scheduler import SchedulerConfig
-from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import EngineDeadError, RankLostError
 
@@ -64,22 +61,12 @@ def training() -> Countdown:
 
 @pytest.fixture
 async def engine(training: Countdown) -> AsyncIterator[ContinuousBatchProcessor]:
-    def build() -> EngineParts:
-        harness = make_harness()
-        vocabulary = Vocabulary(263, frozenset(), lambda prompt, visible_specials: PlainText())
-        cost = CostModel(0.01, 1e-4, 1e-8)
-        return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost, training)
-
-    processor = ContinuousBatchProcessor(build, debug=True)
-    await asyncio.to_thread(processor.start)
-    yield processor
-    await asyncio.to_thread(processor.stop)
+    async with running(lambda: engine_parts(training=training)) as processor:
+        yield processor
 
 
 async def generate(engine: ContinuousBatchProcessor, request_id: str, max_tokens: int = 30) -> list[int]:
-    asked = GenerationRequest(request_id, (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(max_tokens))
-    outputs = [event async for event in engine.generate(asked) if isinstance(event, SequenceOutput)]
-    return [token for output in outputs for token in output.token_ids]
+    return tokens_in([event async for event in engine.generate(greedy(request_id, PROMPT, max_tokens))])
 
 
 async def test_it_runs_on_the_device_thread_and_returns_the_result(engine: ContinuousBatchProcessor) -> None:
@@ -134,7 +121,7 @@ async def test_a_stopped_thread_is_an_error_not_a_wait(engine: ContinuousBatchPr
 async def test_what_raises_costs_whoever_asked_and_nobody_else(engine: ContinuousBatchProcessor) -> None:
     """In the middle of an answer too: the step in flight is read before the call runs."""
     expected = solo(tiny_model("llama"), PROMPT, 60).tokens
-    running = asyncio.create_task(generate(engine, "r", 60))
+    answer = asyncio.create_task(generate(engine, "r", 60))
 
     def broken() -> None:
         raise RuntimeError("[metal::malloc] injected")
@@ -145,7 +132,7 @@ async def test_what_raises_costs_whoever_asked_and_nobody_else(engine: Continuou
     for call in (broken, broken_later, broken):
         with pytest.raises(RuntimeError, match="injected"):
             await engine.run(call)
-    assert await running == expected
+    assert await answer == expected
     stats = engine.stats()
     assert (stats.alive, stats.failed_steps_total, stats.preemptions_total) == (True, 0, 0)
 
@@ -157,8 +144,7 @@ async def test_a_lost_rank_fails_what_runs_though_the_device_thread_hangs(engine
         hangs.set()
         released.wait()
 
-    asked = GenerationRequest("r", (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(3000))
-    events = engine.generate(asked)
+    events = engine.generate(greedy("r", PROMPT, 3000))
     await anext(events)
     hanging = asyncio.create_task(engine.run(hang))
     await asyncio.to_thread(hangs.wait)
@@ -180,8 +166,8 @@ async def test_a_rank_that_a_pass_finds_lost_is_named_to_whoever_waits(
         raise RankLostError("rank 1 is lost")
 
     monkeypatch.setattr(BatchRunner, "sample", fail)
-    asked = GenerationRequest("running", (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(30))
-    (failed,) = [event async for event in engine.generate(asked) if isinstance(event, RequestFailed)]
+    events = engine.generate(greedy("running", PROMPT, 30))
+    (failed,) = [event async for event in events if isinstance(event, RequestFailed)]
     assert "rank 1 is lost" in str(failed.error)
     with pytest.raises(RankLostError, match="rank 1 is lost"):
         await generate(engine, "late")
@@ -204,11 +190,11 @@ async def test_a_new_schedule_is_in_force_when_it_returns(engine: ContinuousBatc
 
 async def test_sleep_waits_for_requests_and_gives_the_pool_back(engine: ContinuousBatchProcessor) -> None:
     before = await engine.run(mx.get_active_memory)
-    running = asyncio.create_task(generate(engine, "r", 400))
+    answer = asyncio.create_task(generate(engine, "r", 400))
     await asyncio.sleep(0.01)
-    assert not running.done()
+    assert not answer.done()
     await engine.sleep()
-    assert running.done()
+    assert answer.done()
     assert engine.stats().kv_bytes_held == 0
     after = await engine.run(mx.get_active_memory)
     assert after - before < 20_000, "nothing keeps an arena"
@@ -240,32 +226,27 @@ async def test_an_idle_engine_gives_cached_prefixes_back_while_memory_is_short(
 
 
 async def test_a_base_model_that_is_loaded_while_memory_is_short_keeps_no_prefixes_either() -> None:
-    first, second = ("first", make_harness()), ("second", make_harness())
+    first, second = make_harness(), make_harness()
     device = ContinuousBatchProcessor(lambda: pytest.fail("it is not started"))
-    device._add(parts_of(*first))
+    device._add(engine_parts(first, base="first"))
     device._control(lambda engine: engine.relieve(Relief.PREFIXES), relief=Relief.PREFIXES)
-    done = device._load(loading(parts_of(*second)))
+    done = device._load(loading(engine_parts(second, base="second")))
     while not done.done():
         device._fair_share.step()
-    assert not any(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
+    assert not any(each.runner.cache.device.keeps_prefixes for each in (first, second))
     device._control(lambda engine: engine.relieve(Relief.NONE), relief=Relief.NONE)
-    assert all(each.runner.cache.device.keeps_prefixes for _, each in (first, second))
+    assert all(each.runner.cache.device.keeps_prefixes for each in (first, second))
 
 
 def test_an_engine_that_was_stopped_leaves_its_memory() -> None:
     """A program may start one engine after another, and each has a model."""
-    device = ContinuousBatchProcessor(partial(parts_of, "base", make_harness()))
+    device = ContinuousBatchProcessor(partial(engine_parts, make_harness()))
     device.start()
     device.stop()
     left = weakref.ref(device)
     del device
     gc.collect()
     assert left() is None
-
-
-def parts_of(base: str, harness: Harness) -> EngineParts:
-    vocabulary = Vocabulary(263, frozenset(), lambda prompt, visible_specials: PlainText())
-    return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), CostModel(), base=base)
 
 
 def loading(parts: EngineParts) -> Generator[None, None, EngineParts]:

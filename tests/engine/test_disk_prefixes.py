@@ -69,8 +69,7 @@ def server(
 def ask(harness: Harness, prompt: list[int], name: str = "x", **fields) -> int:
     """Answers a prompt. Returns how many of its tokens were not computed."""
     before = harness.loop.counters.prefilled_tokens
-    harness.submit(name, prompt, 8, **fields)
-    harness.run()
+    harness.answer(name, prompt, 8, **fields)
     assert isinstance(harness.terminal(name), RequestFinished)
     return len(prompt) - (harness.loop.counters.prefilled_tokens - before)
 
@@ -185,8 +184,7 @@ def test_a_state_that_cannot_be_read_costs_its_reuse_only(tmp_path, recurrent, f
 
 def test_answers_are_kept_too_and_what_is_on_the_disk_is_not_written_again(tmp_path, llama) -> None:
     first = server(tmp_path, llama)
-    first.submit("x", PROMPT[:60], 80)
-    first.run()
+    first.answer("x", PROMPT[:60], 80)
     history = [*PROMPT[:60], *first.tokens("x")]
     assert detail(first)["blocks_written"] == 2
     again = server(tmp_path, llama)
@@ -301,11 +299,9 @@ def test_requests_that_wait_for_the_disk_can_be_aborted_and_failed(tmp_path, lla
     ask(server(tmp_path, llama), PROMPT)
     worker = Later()
     again = server(tmp_path, llama, worker=worker)
-    again.submit("aborted", PROMPT, 4)
-    again.run()
+    again.answer("aborted", PROMPT, 4)
     again.loop.abort("aborted")
-    again.submit("failed", PROMPT, 4)
-    again.run()
+    again.answer("failed", PROMPT, 4)
     again.loop.pause(PauseMode.ABORT)
     assert isinstance(again.terminal("failed"), RequestFailed)
     again.loop.scheduler.resume()

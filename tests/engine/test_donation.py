@@ -38,8 +38,7 @@ def made(**switches: object) -> Harness:
     """A pool with a long cached prefix. Each row attends alone, in fewer operations than by blocks."""
     harness = make_harness(FewOperations(), max_batched_tokens=64, **switches)
     harness.runner.dense_rows = math.inf
-    harness.submit("cached", CACHED, 1)
-    harness.run()
+    harness.answer("cached", CACHED, 1)
     return harness
 
 
@@ -93,8 +92,7 @@ def test_no_pass_of_a_draft_model_takes_the_memory_of_an_array_of_its_pool() -> 
             grown.append(taken.nbytes / min(array.nbytes for array in own.cache.arrays()))
 
     harness.loop.draft_model._run = measured
-    harness.submit("row", PROMPT, 24)
-    harness.run()
+    harness.answer("row", PROMPT, 24)
     assert len(grown) > 3
     assert max(grown) < 0.5
 
@@ -194,8 +192,7 @@ def test_a_step_replaces_recurrent_states_layer_by_layer(lookahead: bool) -> Non
     harness = make_harness(model, lookahead=lookahead)
     for number in range(4):
         harness.submit(str(number), PROMPT[number : number + 8], 8)
-    for _ in range(4):
-        harness.loop.step()
+    harness.step(4)
     states = 4 * harness.runner.cache.layout.state_bytes
     for _ in range(3):
         with growth() as grown:

@@ -45,8 +45,7 @@ def test_a_vocabulary_that_is_padded_less_or_more_costs_nothing() -> None:
     prompt = [*PROMPT, VOCAB_SIZE - 1, VOCAB_SIZE - 2]
     for size in (VOCAB_SIZE - 4, VOCAB_SIZE + 9):
         harness = make_harness(draft=tiny_model("llama", vocab_size=size), lookahead=False)
-        harness.submit("x", prompt, 12)
-        harness.run()
+        harness.answer("x", prompt, 12)
         assert_same_tokens(harness.tokens("x"), solo(tiny_model("llama"), prompt, 12), 1e-5)
         assert harness.loop.counters.drafted.total() > 0
 
@@ -57,8 +56,7 @@ def test_the_base_drafts_for_its_adapters_only() -> None:
     for draft in (None, model):
         harness = make_harness(model, draft=draft, lookahead=False)
         ref = harness.publish("a", weights)
-        harness.submit("base", PROMPT, 20)
-        harness.run()
+        harness.answer("base", PROMPT, 20)
         assert harness.loop.counters.drafted.total() == 0
         for seed in range(3):
             sampling = SamplingParams(temperature=0.3 * seed, seed=seed)
@@ -91,8 +89,7 @@ def test_a_fault_of_the_draft_model_costs_its_drafts_only(monkeypatch: pytest.Mo
         assert_same_tokens(harness.tokens(name), solo(tiny_model("llama"), PROMPT[len(name) :], 40), 1e-5)
     assert harness.loop.counters.failed_steps == 2, "it rested, was tried again and rested"
     before = harness.loop.counters.drafted.total()
-    harness.submit("later", PROMPT, 50)
-    harness.run()
+    harness.answer("later", PROMPT, 50)
     assert harness.loop.counters.drafted.total() > before
 
 
@@ -112,8 +109,7 @@ def test_draft_rows_give_way_when_memory_is_short() -> None:
 def test_an_aborted_row_leaves_no_draft_row() -> None:
     harness = make_harness(draft=tiny_model("llama"), lookahead=False)
     harness.submit("gone", PROMPT, 90)
-    while not harness.tokens("gone"):
-        harness.loop.step()
+    harness.until(lambda: harness.tokens("gone"))
     harness.loop.step()
     assert len(list(draft_of(harness)._cache.rows)) == 1
     harness.loop.abort("gone")
@@ -126,8 +122,7 @@ def test_drafts_are_timed_by_what_their_passes_take(monkeypatch: pytest.MonkeyPa
     harness, taken = make_harness(draft=tiny_model("llama"), lookahead=False), list[float]()
     monkeypatch.setattr(draft_of(harness).cost, "observe", lambda chunks, samples, seconds, now: taken.append(seconds))
     began = time.monotonic()
-    harness.submit("timed", PROMPT, 30)
-    harness.run()
+    harness.answer("timed", PROMPT, 30)
     assert min(taken) > 0.0
     assert sum(taken) < time.monotonic() - began
 
@@ -137,8 +132,7 @@ def test_a_group_computes_its_prompt_once_in_the_draft_model_too(monkeypatch: py
     runner, computed = draft_of(harness)._runner, []
     works = runner.last_logits
     monkeypatch.setattr(runner, "last_logits", lambda spans, ids: computed.append(ids.size) or works(spans, ids))
-    harness.submit("group", (PROMPT * 20)[:400], 12, n=4, sampling=SamplingParams(temperature=0.5, seed=1))
-    harness.run()
+    harness.answer("group", (PROMPT * 20)[:400], 12, n=4, sampling=SamplingParams(temperature=0.5, seed=1))
     assert 400 <= sum(computed) < 800
 
 

@@ -33,8 +33,7 @@ def from_files(harness: Harness, name: str, seed: int) -> AdapterRef:
 
 
 def say(harness: Harness, request_id: str, ref: AdapterRef) -> list[int]:
-    harness.submit(request_id, PROMPT, 8, adapter=ref)
-    harness.run()
+    harness.answer(request_id, PROMPT, 8, adapter=ref)
     assert isinstance(harness.terminal(request_id), RequestFinished)
     return harness.tokens(request_id)
 
@@ -83,8 +82,7 @@ def test_a_version_that_rows_hold_stays_and_so_does_the_bank() -> None:
     held, idle = from_files(harness, "held", 1), from_files(harness, "idle", 2)
     expected = say(harness, "before", held)
     harness.submit("r", PROMPT, 8, adapter=held)
-    while not harness.tokens("r"):
-        harness.loop.step()
+    harness.until(lambda: harness.tokens("r"))
     harness.wait(harness.loop.adapters.evict_idle())
     harness.run()
     assert harness.tokens("r") == expected

@@ -93,8 +93,7 @@ def test_experts_of_a_quantized_base_have_the_outputs_of_mlx_lms_own_lora_layers
         layers.append((path, layer))
     model.update_modules(tree_unflatten(layers))
     harness, row = make_harness(quantized()), prompts(1, 60, seed=4)[0]
-    harness.submit("r", row, 8, adapter=harness.publish("a", weights))
-    harness.run()
+    harness.answer("r", row, 8, adapter=harness.publish("a", weights))
     assert_same_tokens(harness.tokens("r"), solo(model.eval(), row, 8), 1e-4)
 
 
@@ -132,8 +131,7 @@ def test_other_slots_stay_bit_identical() -> None:
 
 
 def run_rows(harness: Harness, adapter: object) -> None:
-    harness.submit(f"{adapter}", [5, 6, 7], 3, adapter=adapter)
-    harness.run()
+    harness.answer(f"{adapter}", [5, 6, 7], 3, adapter=adapter)
 
 
 def test_rows_whose_adapters_leave_experts_alone_pay_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

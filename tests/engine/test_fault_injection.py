@@ -124,9 +124,7 @@ def submit_all(harness: Harness) -> Iterator[None]:
 def play(harness: Harness, limit: int = 1500) -> None:
     """Everything, to its end. No step raises, and all integrity checks pass after each."""
     for _ in submit_all(harness):
-        for _ in range(12):
-            harness.loop.step()
-            harness.loop.check_integrity()
+        harness.step(12)
     harness.run(limit=limit)
 
 

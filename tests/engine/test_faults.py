@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import mlx.core as mx
 import pytest
-from harness import Harness, make_harness, solo
+from harness import Harness, engine_parts, greedy, make_harness, running, solo, tokens_in
 from tiny import tiny_model
 
 from mlx_parallm.core.requests import (
@@ -18,12 +18,9 @@ from mlx_parallm.core.requests import (
     RequestStarted,
     SamplingParams,
     SequenceOutput,
-    StopParams,
 )
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
-from mlx_parallm.engine.scheduler import SchedulerConfig
-from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import DeviceMemoryError, EngineDeadError, StepFailedError
 from mlx_parallm.kv.arena import Arena
@@ -64,17 +61,14 @@ def test_a_failed_decode_step_costs_its_rows_and_nobody_else(
     harness = make_harness(max_rows=1)
     fault = Fault(harness.runner, monkeypatch, method, error)
     harness.submit("in the step", PROMPTS[0], 30)
-    for _ in range(4):
-        harness.loop.step()
+    harness.step(4)
     fault.armed = True
-    harness.submit("still queued", PROMPTS[1], 10)
-    harness.run()
+    harness.answer("still queued", PROMPTS[1], 10)
     failed = harness.terminal("in the step")
     assert isinstance(failed, RequestFailed)
     assert isinstance(failed.error, told)
     assert harness.tokens("still queued") == expected(harness, 1, 10)
-    harness.submit("next", PROMPTS[2], 10)
-    harness.run()
+    harness.answer("next", PROMPTS[2], 10)
     assert harness.tokens("next") == expected(harness, 2, 10)
     assert harness.loop.stats().failed_steps_total == 1
 
@@ -83,13 +77,11 @@ def test_draws_lost_with_a_failed_step_are_drawn_again_the_same(monkeypatch: pyt
     """A row that joined the step after the failed one: its launched token was counted, and must not be twice."""
     sampling = SamplingParams(temperature=1.0, seed=3, frequency_penalty=1.5, repetition_penalty=1.3)
     alone = make_harness()
-    alone.submit("joined", [7], 12, sampling=sampling)
-    alone.run()
+    alone.answer("joined", [7], 12, sampling=sampling)
     harness = make_harness()
     fault = Fault(harness.runner, monkeypatch, "read")
     harness.submit("in the step", PROMPTS[0], 30)
-    while len(harness.tokens("in the step")) < 3:  # from then on a step is always in flight
-        harness.loop.step()
+    harness.until(lambda: len(harness.tokens("in the step")) >= 3)  # from then on a step is always in flight
     harness.submit("joined", [7], 12, sampling=sampling)
     fault.armed = True
     harness.run()
@@ -132,11 +124,9 @@ def test_a_row_that_cannot_open_costs_its_own_request(monkeypatch: pytest.Monkey
     harness = make_harness()
     fault = Fault(harness.runner.cache, monkeypatch, "open")
     harness.submit("decoding", PROMPTS[0], 20)
-    for _ in range(6):
-        harness.loop.step()
+    harness.step(6)
     fault.armed = True
-    harness.submit("guilty", PROMPTS[1], 10)
-    harness.run()
+    harness.answer("guilty", PROMPTS[1], 10)
     assert isinstance(harness.terminal("guilty"), RequestFailed)
     assert isinstance(harness.terminal("decoding"), RequestFinished)
     assert harness.tokens("decoding") == expected(harness, 0, 20)
@@ -166,8 +156,7 @@ def test_abort_in_every_phase_frees_everything(steps: int) -> None:
     neighbour = PROMPTS[1]
     harness.submit("neighbour", neighbour, 12)
     harness.submit("gone", PROMPTS[0] * 20, 12, n=3)
-    for _ in range(steps):
-        harness.loop.step()
+    harness.step(steps)
     harness.loop.abort("gone")
     harness.loop.check_integrity()
     before = len(harness.of("gone"))
@@ -190,32 +179,10 @@ class BrokenCost(CostModel):
     tokens_within = chunk_seconds  # type: ignore[assignment]
 
 
-def build(broken: bool = False) -> EngineParts:
-    """Parts made on the device thread. `broken`: the first prompt ends the thread."""
-    harness = make_harness()
-    vocabulary = Vocabulary(263, frozenset(), lambda prompt, visible_specials: Text())
-    cost = (BrokenCost if broken else CostModel)(0.01, 1e-4, 1e-8)
-    return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), cost)
-
-
-class Text:
-    def add(self, token_id: int) -> str:
-        return f"<{token_id}>"
-
-    def finish(self) -> str:
-        return ""
-
-
 @pytest.fixture
 async def engine() -> AsyncIterator[ContinuousBatchProcessor]:
-    processor = ContinuousBatchProcessor(build, debug=True)
-    await asyncio.to_thread(processor.start)
-    yield processor
-    await asyncio.to_thread(processor.stop)
-
-
-def request(request_id: str, prompt: list[int], max_tokens: int) -> GenerationRequest:
-    return GenerationRequest(request_id, (tuple(prompt),), SamplingParams(temperature=0.0), StopParams(max_tokens))
+    async with running() as processor:
+        yield processor
 
 
 async def collect(engine: ContinuousBatchProcessor, asked: GenerationRequest) -> list[Event]:
@@ -230,17 +197,16 @@ async def until(condition: object, timeout_s: float = 30.0) -> None:
 
 async def test_concurrent_requests_each_get_their_own_events(engine: ContinuousBatchProcessor) -> None:
     model = tiny_model("llama")
-    asked = [request(str(i), PROMPTS[i % 3], 5 + i) for i in range(12)]
+    asked = [greedy(str(i), PROMPTS[i % 3], 5 + i) for i in range(12)]
     answers = await asyncio.gather(*(collect(engine, each) for each in asked))
     for i, events in enumerate(answers):
-        tokens = [token for e in events if isinstance(e, SequenceOutput) for token in e.token_ids]
-        assert tokens == solo(model, PROMPTS[i % 3], 5 + i).tokens
+        assert tokens_in(events) == solo(model, PROMPTS[i % 3], 5 + i).tokens
         assert isinstance(events[-1], RequestFinished)
     assert engine.stats().alive
 
 
 async def test_closing_the_iterator_aborts(engine: ContinuousBatchProcessor) -> None:
-    stream = engine.generate(request("long", PROMPTS[0], 3000))
+    stream = engine.generate(greedy("long", PROMPTS[0], 3000))
     assert [type(await anext(stream)) for _ in range(2)] == [RequestStarted, SequenceOutput]
     await stream.aclose()
     await until(lambda: engine.stats().aborted_total == 1 and engine.stats().running == 0)
@@ -248,20 +214,20 @@ async def test_closing_the_iterator_aborts(engine: ContinuousBatchProcessor) -> 
 
 
 async def test_a_dead_device_thread_fails_its_requests_and_says_so() -> None:
-    processor = ContinuousBatchProcessor(lambda: build(broken=True))
+    processor = ContinuousBatchProcessor(lambda: engine_parts(cost=BrokenCost(0.01, 1e-4, 1e-8)))
     await asyncio.to_thread(processor.start)
-    events = await collect(processor, request("x", PROMPTS[0], 5))
+    events = await collect(processor, greedy("x", PROMPTS[0], 5))
     assert isinstance(events[-1], RequestFailed)
     assert isinstance(events[-1].error, EngineDeadError)
     await until(lambda: not processor.stats().alive)
     with pytest.raises(EngineDeadError):
-        await collect(processor, request("y", PROMPTS[0], 5))
+        await collect(processor, greedy("y", PROMPTS[0], 5))
 
 
 async def test_stopping_fails_what_still_runs() -> None:
-    processor = ContinuousBatchProcessor(build)
+    processor = ContinuousBatchProcessor(engine_parts)
     await asyncio.to_thread(processor.start)
-    stream = processor.generate(request("long", PROMPTS[0], 3000))
+    stream = processor.generate(greedy("long", PROMPTS[0], 3000))
     await anext(stream)
     await asyncio.to_thread(processor.stop)
     async with asyncio.timeout(30):
@@ -304,16 +270,15 @@ async def test_a_prompt_that_cannot_get_memory_fails_alone(
         ended.append(asked.request_id)
         return events
 
-    short, long = await asyncio.gather(ask(request("short", PROMPTS[0], 30)), ask(request("long", PROMPTS[1] * 10, 4)))
+    short, long = await asyncio.gather(ask(greedy("short", PROMPTS[0], 30)), ask(greedy("long", PROMPTS[1] * 10, 4)))
     assert ended == ["short", "long"], "it waited for the row beside it"
     assert isinstance(long[-1], RequestFailed)
     assert isinstance(long[-1].error, DeviceMemoryError)
-    said = [token for e in short if isinstance(e, SequenceOutput) for token in e.token_ids]
-    assert said == solo(tiny_model("llama"), PROMPTS[0], 30).tokens
+    assert tokens_in(short) == solo(tiny_model("llama"), PROMPTS[0], 30).tokens
     stats = engine.stats()
     assert (stats.alive, stats.preemptions_total) == (True, 0)
     monkeypatch.undo()
-    served = await collect(engine, request("again", PROMPTS[1] * 10, 4))
+    served = await collect(engine, greedy("again", PROMPTS[1] * 10, 4))
     assert isinstance(served[-1], RequestFinished)
 
 
@@ -322,13 +287,12 @@ async def test_a_row_that_cannot_grow_fails_once_it_is_alone(
 ) -> None:
     limit_blocks(monkeypatch, most=2)
     growing, short = await asyncio.gather(
-        collect(engine, request("growing", PROMPTS[0], 200)), collect(engine, request("short", PROMPTS[1], 30))
+        collect(engine, greedy("growing", PROMPTS[0], 200)), collect(engine, greedy("short", PROMPTS[1], 30))
     )
     assert isinstance(growing[-1], RequestFailed)
     assert isinstance(growing[-1].error, DeviceMemoryError)
     assert isinstance(short[-1], RequestFinished)
-    said = [token for e in short if isinstance(e, SequenceOutput) for token in e.token_ids]
-    assert said == solo(tiny_model("llama"), PROMPTS[1], 30).tokens
+    assert tokens_in(short) == solo(tiny_model("llama"), PROMPTS[1], 30).tokens
     assert engine.stats().alive
 
 
@@ -342,9 +306,9 @@ async def test_a_request_that_cannot_be_read_fails_alone(
 
     with monkeypatch.context() as patched:
         patched.setattr("mlx_parallm.engine.requests._sequence", broken)
-        events = await collect(engine, request("bad", PROMPTS[0], 3))
+        events = await collect(engine, greedy("bad", PROMPTS[0], 3))
     assert isinstance(events[-1], RequestFailed)
-    assert isinstance((await collect(engine, request("good", PROMPTS[0], 3)))[-1], RequestFinished)
+    assert isinstance((await collect(engine, greedy("good", PROMPTS[0], 3)))[-1], RequestFinished)
 
 
 async def test_a_snapshot_that_fails_costs_nobody(
@@ -359,9 +323,8 @@ async def test_a_snapshot_that_fails_costs_nobody(
         return figures()
 
     monkeypatch.setattr(mx, "get_active_memory", failing)
-    events = await collect(engine, request("r", PROMPTS[0], 30))
-    said = [token for e in events if isinstance(e, SequenceOutput) for token in e.token_ids]
-    assert said == solo(tiny_model("llama"), PROMPTS[0], 30).tokens
+    events = await collect(engine, greedy("r", PROMPTS[0], 30))
+    assert tokens_in(events) == solo(tiny_model("llama"), PROMPTS[0], 30).tokens
     assert engine.stats().alive
 
 
@@ -371,7 +334,7 @@ async def test_a_device_that_is_lost_ends_the_thread_and_fails_what_runs(
     def lost() -> None:
         raise RuntimeError("[METAL] Command buffer execution failed")
 
-    stream = engine.generate(request("r", PROMPTS[0], 3000))
+    stream = engine.generate(greedy("r", PROMPTS[0], 3000))
     await anext(stream)
     monkeypatch.setattr("mlx_parallm.engine.faults.check_device", lost)
     monkeypatch.setattr(mx, "get_active_memory", lost)
@@ -379,4 +342,4 @@ async def test_a_device_that_is_lost_ends_the_thread_and_fails_what_runs(
     assert isinstance(rest[-1], RequestFailed)
     await until(lambda: not engine.stats().alive)
     with pytest.raises(EngineDeadError):
-        await collect(engine, request("s", PROMPTS[0], 3))
+        await collect(engine, greedy("s", PROMPTS[0], 3))

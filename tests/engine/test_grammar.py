@@ -45,24 +45,21 @@ def test_rows_draw_what_their_grammar_allows_and_end_with_it(temperature: float)
 
 def test_a_text_that_may_go_on_ends_by_the_end_token() -> None:
     harness = make_harness(eos_ids=(END,))
-    harness.submit("r", PROMPT, 12, grammar=Words((7,), (7, 8, 9)), sampling=SamplingParams(seed=3))
-    harness.run()
+    harness.answer("r", PROMPT, 12, grammar=Words((7,), (7, 8, 9)), sampling=SamplingParams(seed=3))
     assert tuple(harness.tokens("r")) in {(7, END), (7, 8, 9)}
     assert finish_of(harness, "r") is FinishReason.STOP
 
 
 def test_max_tokens_cuts_a_text_short() -> None:
     harness = make_harness(eos_ids=(END,))
-    harness.submit("r", PROMPT, 2, grammar=Words((7, 8, 9)))
-    harness.run()
+    harness.answer("r", PROMPT, 2, grammar=Words((7, 8, 9)))
     assert harness.tokens("r") == [7, 8]
     assert finish_of(harness, "r") is FinishReason.LENGTH
 
 
 def test_each_of_n_texts_has_a_state_of_its_own() -> None:
     harness, grammar = make_harness(eos_ids=(END,)), Words((7, 8), (9, 10, 11))
-    harness.submit("r", PROMPT, 12, n=8, grammar=grammar, sampling=SamplingParams(temperature=2.0, seed=1))
-    harness.run()
+    harness.answer("r", PROMPT, 12, n=8, grammar=grammar, sampling=SamplingParams(temperature=2.0, seed=1))
     assert grammar.started == 8
     texts = [tuple(harness.tokens("r", index)) for index in range(8)]
     assert set(texts) == {(7, 8), (9, 10, 11)}
@@ -77,9 +74,7 @@ def test_free_rows_draw_what_they_draw_alone() -> None:
     for number, (rid, row) in enumerate(rows.items()):
         harness.submit(rid, row, 20)
         harness.submit(f"bound{number}", PROMPT, 9, grammar=Words(tuple(range(number, number + 5))))
-        for _ in range(rng.randint(0, 6)):
-            harness.loop.step()
-            harness.loop.check_integrity()
+        harness.step(rng.randint(0, 6))
     harness.run()
     for rid, reference in wanted.items():
         got = harness.tokens(rid)
@@ -120,8 +115,7 @@ def test_a_failed_step_is_recovered_from(monkeypatch: pytest.MonkeyPatch, method
     harness.submit("first", PROMPT, 20, grammar=Words(tuple(range(15))))
     harness.submit("second", PROMPT, 20, grammar=Words(tuple(range(50, 65))))
     harness.submit("later", PROMPT, 20, grammar=Words(tuple(range(100, 115))))
-    while len(harness.tokens("first")) < 5:
-        harness.loop.step()
+    harness.until(lambda: len(harness.tokens("first")) >= 5)
     inner = getattr(harness.runner, method)
 
     def once(*args: object) -> object:
@@ -138,7 +132,6 @@ def test_a_failed_step_is_recovered_from(monkeypatch: pytest.MonkeyPatch, method
 
 def test_stop_strings_end_a_bound_text_too() -> None:
     harness = make_harness(eos_ids=(END,))
-    harness.submit("r", PROMPT, 20, grammar=Words((65, 66, 67, 68)), stopping=StopParams(20, stop=("<66>",)))
-    harness.run()
+    harness.answer("r", PROMPT, 20, grammar=Words((65, 66, 67, 68)), stopping=StopParams(20, stop=("<66>",)))
     assert len(harness.tokens("r")) <= 3
     assert finish_of(harness, "r") is FinishReason.STOP

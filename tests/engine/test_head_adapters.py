@@ -96,8 +96,7 @@ def test_a_slot_keeps_nothing_of_the_head_of_its_last_tenant() -> None:
     harness = make_harness(model, slots=1)
     harness.publish("head", random_adapter(layout, 1, rank=8, targets=("lm_head",), size=2.0))
     ref = harness.publish("small", small)
-    harness.submit("r", row, 12, adapter=ref)
-    harness.run()
+    harness.answer("r", row, 12, adapter=ref)
     assert_same_tokens(harness.tokens("r"), solo(merged(model_of("tied llama"), small), row, 12), TINY)
 
 
@@ -161,6 +160,5 @@ def test_sampled_tokens_are_drawn_from_the_adapted_distribution() -> None:
     harness.submit("base", row, 12, sampling=sampling)
     harness.run()
     alone = make_harness(merged(model_of(name), weights))
-    alone.submit("merged", row, 12, sampling=sampling)
-    alone.run()
+    alone.answer("merged", row, 12, sampling=sampling)
     assert harness.tokens("head") == alone.tokens("merged") != harness.tokens("base")

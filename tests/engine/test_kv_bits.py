@@ -49,8 +49,7 @@ def alone(model: nn.Module) -> list[list[float]]:
 
 def answers(harness: Harness, prompts: Sequence[Sequence[int]], tokens: int = 10) -> list[list[float]]:
     """The logprobs of greedy answers."""
-    for number, prompt in enumerate(prompts):
-        harness.submit(str(number), prompt, tokens, sampling=SCORED)
+    harness.submit_all(prompts, tokens, sampling=SCORED)
     harness.run()
     assert all(isinstance(harness.terminal(str(number)), RequestFinished) for number in range(len(prompts)))
     return [logprobs(harness, str(number)) for number in range(len(prompts))]
@@ -169,8 +168,7 @@ def test_rows_of_a_batch_and_cached_ones_equal_their_solo_runs(model: nn.Module,
     harness = make_harness(model, kv_bits=8)
     for got, want in zip(answers(harness, PROMPTS), alone, strict=True):
         assert_close(got, want)
-    harness.submit("again", PROMPTS[2], 10, sampling=SCORED)
-    harness.run()
+    harness.answer("again", PROMPTS[2], 10, sampling=SCORED)
     assert harness.loop.stats().prefix_cache_hits_total == 3 * BLOCK_TOKENS
     assert_close(logprobs(harness, "again"), alone[2])
 
@@ -191,8 +189,7 @@ def test_samples_of_a_prompt_share_it(model: nn.Module, length: int) -> None:
     prompt = PROMPTS[2][:length]
     (want,) = answers(make_harness(model, kv_bits=8), [prompt], 5)
     harness = make_harness(model, kv_bits=8)
-    harness.submit("group", prompt, 5, sampling=SCORED, n=3)
-    harness.run()
+    harness.answer("group", prompt, 5, sampling=SCORED, n=3)
     for sample in range(3):
         outputs = [e for e in harness.of("group") if isinstance(e, SequenceOutput) and e.index == sample]
         assert_close([scored.logprob for output in outputs for scored in output.logprobs], want)

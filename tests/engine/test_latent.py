@@ -84,8 +84,7 @@ def test_rows_that_share_prefixes_and_are_preempted_equal_their_solo_runs(model:
 def test_samples_of_a_prompt_share_it(model: nn.Module, length: int) -> None:
     prompt = text(length, 5)
     harness = make_harness(model)
-    harness.submit("group", prompt, 8, n=3)
-    harness.run()
+    harness.answer("group", prompt, 8, n=3)
     reference: Solo = solo(model, prompt, 8)
     for sample in range(3):
         assert_same_tokens(harness.tokens("group", sample), reference, TINY)

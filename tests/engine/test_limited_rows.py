@@ -52,13 +52,11 @@ def test_every_row_of_a_mixed_batch_draws_what_it_draws_alone() -> None:
     harness = make_harness(max_rows=6)
     for i, (name, prompt, kind) in enumerate(rows):
         harness.submit(name, prompt, 20, **kind)
-        for _ in range(i % 4):
-            harness.loop.step()
+        harness.step(i % 4)
     harness.run()
     for name, prompt, kind in rows:
         alone = make_harness(max_rows=1)
-        alone.submit(name, prompt, 20, **kind)
-        alone.run()
+        alone.answer(name, prompt, 20, **kind)
         assert harness.tokens(name) == alone.tokens(name)
         assert text(harness, name) == text(alone, name)
         if not kind:
@@ -88,6 +86,5 @@ def test_preempted_rows_remember_what_they_must_not_write() -> None:
     harness.run()
     assert harness.loop.scheduler.preemptions > 0
     alone = make_harness()
-    alone.submit("0", [7, 7, 0], 90, sampling=options)
-    alone.run()
+    alone.answer("0", [7, 7, 0], 90, sampling=options)
     assert harness.tokens("0") == alone.tokens("0")

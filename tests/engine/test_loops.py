@@ -10,28 +10,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from harness import GREEDY, Harness, PlainText, assert_same_tokens, make_harness, solo
+from harness import assert_same_tokens, engine_parts, greedy, make_harness, solo, tokens_in
 from mlx.utils import tree_flatten
 from tiny import tiny_model
 
 from mlx_parallm.core.device import PauseMode
-from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, StopParams
-from mlx_parallm.engine.budget import CostModel
+from mlx_parallm.core.requests import Event, RequestFailed
 from mlx_parallm.engine.engine import EngineParts
-from mlx_parallm.engine.scheduler import SchedulerConfig
-from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import ContinuousBatchProcessor, FairShare, Loading
 from mlx_parallm.kv.device_memory import DeviceMemory
 
 TOLERANCE = 1e-5
-VOCABULARY = Vocabulary(263, frozenset(), lambda *_: PlainText())
 
 
 def parts(base: str, model: nn.Module, sharing: list[DeviceMemory], **options: Any) -> EngineParts:
     """The parts of a base model. `options` go to `make_harness`."""
-    harness: Harness = make_harness(model, sharing=sharing, **options)
-    cost = CostModel(0.01, 1e-4, 1e-8)
-    return EngineParts(harness.runner, harness.adapters, VOCABULARY, SchedulerConfig(), cost, base=base)
+    return engine_parts(make_harness(model, sharing=sharing, **options), base=base)
 
 
 def loading(made: EngineParts) -> Loading:
@@ -58,8 +52,7 @@ class Two:
         done.result()
 
     def submit(self, base: str, name: str, prompt: Sequence[int], max_tokens: int = 8) -> None:
-        stopping = StopParams(max_tokens)
-        self.device._submit(GenerationRequest(name, (tuple(prompt),), GREEDY, stopping, base=base))
+        self.device._submit(greedy(name, prompt, max_tokens, base=base))
 
     def run(self) -> None:
         while self.device._fair_share.step():
@@ -67,7 +60,7 @@ class Two:
                 engine.check_integrity()
 
     def tokens(self, name: str) -> list[int]:
-        return [token for at, event in self.events if at == name for token in getattr(event, "token_ids", ())]
+        return tokens_in(event for at, event in self.events if at == name)
 
 
 def prompt(number: int, length: int = 20) -> list[int]:

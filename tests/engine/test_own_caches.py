@@ -79,8 +79,7 @@ def test_random_requests_have_the_answers_of_the_model_alone(model: nn.Module, l
     asked = [(text(rng.randrange(1, 100), seed), rng.randrange(3), rng.randrange(10, 40)) for seed in range(20)]
     for number, (prompt, adapter, tokens) in enumerate(asked):
         harness.submit(str(number), prompt, tokens, **({"adapter": refs[adapter]} if adapter < 2 else {}))
-        for _ in range(rng.randrange(3)):
-            harness.loop.step()
+        harness.step(rng.randrange(3))
     harness.run()
     assert harness.loop.scheduler.preemptions > 0
     for number, (prompt, adapter, tokens) in enumerate(asked):
@@ -91,8 +90,7 @@ def test_random_requests_have_the_answers_of_the_model_alone(model: nn.Module, l
 
 def test_samples_of_a_prompt_are_those_of_the_model_alone(model: nn.Module) -> None:
     harness, prompt = make_harness(model), text(150, seed=1)
-    harness.submit("group", prompt, 6, n=4)
-    harness.run()
+    harness.answer("group", prompt, 6, n=4)
     for index in range(4):
         assert_same_tokens(harness.tokens("group", index), solo(model, prompt, 6), TINY)
 
@@ -121,8 +119,7 @@ def test_a_row_that_has_ended_keeps_nothing_after_the_next_pass(model: nn.Module
     harness = make_harness(model)
     for name, tokens in ("short", 3), ("long", 20):
         harness.submit(name, text(70, 1), tokens)
-    while len(harness.tokens("long")) < 10:
-        harness.loop.step()
+    harness.until(lambda: len(harness.tokens("long")) >= 10)
     assert len(harness.tokens("short")) == 3
     assert len(kept(harness)) == 1
 
@@ -166,8 +163,7 @@ def test_a_pass_that_fails_leaves_no_row_with_a_changed_cache(
     monkeypatch.setattr(StateArena, call, faulty)
     for number in range(6):
         harness.submit(str(number), text(70, number), 6)
-        for _ in range(3):
-            harness.loop.step()
+        harness.step(3)
     harness.run()
     assert calls > 9
     ended = [number for number in range(6) if isinstance(harness.terminal(str(number)), RequestFinished)]
@@ -179,8 +175,7 @@ def test_a_pass_that_fails_leaves_no_row_with_a_changed_cache(
 def test_what_such_a_model_lacks_is_off_or_refused_with_the_reason(model: nn.Module) -> None:
     harness, prompt = make_harness(model), text(150, seed=3)
     for name in "ab":
-        harness.submit(name, prompt, 3)
-        harness.run()
+        harness.answer(name, prompt, 3)
     end = harness.terminal("b")
     assert isinstance(end, RequestFinished)
     assert end.cached_tokens == 0

@@ -7,7 +7,7 @@ import random
 import mlx.core as mx
 import pytest
 from family_checks import build
-from harness import Solo, assert_same_tokens, make_harness, solo
+from harness import Solo, assert_same_tokens, assert_solo, make_harness, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, tiny_model
@@ -32,8 +32,7 @@ def test_rows_that_join_and_leave_equal_their_solo_runs(family: str) -> None:
     harness = make_harness(model, max_rows=6)
     for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
         harness.submit(str(i), row, length)
-        for _ in range(i % 4):
-            harness.loop.step()
+        harness.step(i % 4)
     harness.run()
     for i, reference in enumerate(references):
         assert isinstance(harness.terminal(str(i)), RequestFinished)
@@ -44,11 +43,9 @@ def test_a_model_whose_trunk_does_not_run_alone_runs_whole() -> None:
     model = build("ours phixtral")
     rows = [[3, 1, 4], list(range(70))]
     harness = make_harness(model)
-    for i, row in enumerate(rows):
-        harness.submit(str(i), row, 5)
+    harness.submit_all(rows, 5)
     harness.run()
-    for i, row in enumerate(rows):
-        assert_same_tokens(harness.tokens(str(i)), solo(model, row, 5), TINY)
+    assert_solo(harness, model, rows, 5)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
@@ -58,8 +55,7 @@ def test_half_precision_rows_of_different_lengths_share_a_step(family: str) -> N
     model.set_dtype(mx.bfloat16)
     harness = make_harness(model)
     rows = prompts(4, 60, seed=12)
-    for i, row in enumerate(rows):
-        harness.submit(str(i), row, 6, sampling=SamplingParams(temperature=0.0, top_logprobs=0))
+    harness.submit_all(rows, 6, sampling=SamplingParams(temperature=0.0, top_logprobs=0))
     harness.run()
     for i, row in enumerate(rows):
         assert isinstance(harness.terminal(str(i)), RequestFinished)
@@ -89,9 +85,7 @@ def test_any_interleaving_with_aborts_and_preemption(
     aborted = set()
     for i, (row, reference) in enumerate(references):
         harness.submit(str(i), row, data.draw(st.integers(1, len(reference.tokens)), label="max_tokens"))
-        for _ in range(data.draw(st.integers(0, 5), label="steps")):
-            harness.loop.step()
-            harness.loop.check_integrity()
+        harness.step(data.draw(st.integers(0, 5), label="steps"))
         if data.draw(st.integers(0, 4), label="abort") == 0:
             aborted.add(victim := str(data.draw(st.integers(0, i))))
             harness.loop.abort(victim)
@@ -109,12 +103,10 @@ def test_any_interleaving_with_aborts_and_preemption(
 def test_a_small_pool_preempts_the_youngest_and_never_fails(llama: object) -> None:
     harness = make_harness(llama, budget_tokens=3 * 64, max_rows=8)
     rows = [[seed, *range(49)] for seed in range(3)]
-    for i, row in enumerate(rows):
-        harness.submit(str(i), row, 60)
+    harness.submit_all(rows, 60)
     harness.run()
     assert harness.loop.stats().preemptions_total > 0
-    for i, row in enumerate(rows):
-        assert_same_tokens(harness.tokens(str(i)), solo(llama, row, 60), TINY)
+    assert_solo(harness, llama, rows, 60)
     first_to_end = next(rid for rid, event in harness.events if isinstance(event, RequestFinished))
     assert first_to_end == "0", "the oldest row keeps its place"
 
@@ -122,16 +114,13 @@ def test_a_small_pool_preempts_the_youngest_and_never_fails(llama: object) -> No
 def test_rows_that_are_taken_back_for_another_key_equal_their_solo_runs(llama: object) -> None:
     harness = make_harness(llama, max_rows=4)
     rows = prompts(6, 60, seed=14)
-    for i, row in enumerate(rows[:4]):
-        harness.submit(str(i), row, 40, key="first")
-    while len(harness.tokens("0")) < 20:
-        harness.loop.step()
+    harness.submit_all(rows[:4], 40, key="first")
+    harness.until(lambda: len(harness.tokens("0")) >= 20)
     for i, row in enumerate(rows[4:], 4):
         harness.submit(str(i), row, 40, key="later")
     harness.run()
     assert harness.loop.stats().preemptions_total >= 2, "each key had two of the four rows"
-    for i, row in enumerate(rows):
-        assert_same_tokens(harness.tokens(str(i)), solo(llama, row, 40), TINY)
+    assert_solo(harness, llama, rows, 40)
 
 
 def test_sampled_rows_do_not_depend_on_neighbours_or_preemption(llama: object) -> None:
@@ -139,8 +128,7 @@ def test_sampled_rows_do_not_depend_on_neighbours_or_preemption(llama: object) -
     sampled = SamplingParams(temperature=1.0, top_p=0.9, seed=7, presence_penalty=0.5)
     row = prompts(1, 60, seed=3)[0]
     alone = make_harness(llama)
-    alone.submit("x", row, 40, sampling=sampled)
-    alone.run()
+    alone.answer("x", row, 40, sampling=sampled)
     crowded = make_harness(llama, budget_tokens=4 * 64)
     for i, other in enumerate(prompts(3, 50, seed=4)):
         crowded.submit(str(i), other, 60, sampling=SamplingParams(temperature=0.7, seed=i))
@@ -155,8 +143,7 @@ def test_a_group_prefills_its_prompt_once(llama: object, max_rows: int) -> None:
     """Also if some of its rows open when none is left to share with: the prefix cache has the prompt."""
     row = prompts(1, 90, seed=5)[0] * 2
     harness = make_harness(llama, max_rows=max_rows)
-    harness.submit("g", row, 6, n=5)
-    harness.run()
+    harness.answer("g", row, 6, n=5)
     assert harness.loop.counters.prefilled_tokens == len(row)
     reference = solo(llama, row, 6)
     for index in range(5):
@@ -169,11 +156,9 @@ def test_a_group_prefills_its_prompt_once(llama: object, max_rows: int) -> None:
 def test_samples_of_a_group_draw_with_seeds_of_their_own(llama: object) -> None:
     row = prompts(1, 30, seed=6)[0]
     group = make_harness(llama)
-    group.submit("g", row, 12, n=3, sampling=SamplingParams(seed=40))
-    group.run()
+    group.answer("g", row, 12, n=3, sampling=SamplingParams(seed=40))
     single = make_harness(llama)
-    single.submit("s", row, 12, sampling=SamplingParams(seed=42))
-    single.run()
+    single.answer("s", row, 12, sampling=SamplingParams(seed=42))
     assert group.tokens("g", 2) == single.tokens("s")
     assert len({tuple(group.tokens("g", i)) for i in range(3)}) == 3
 
@@ -183,11 +168,9 @@ def test_samples_of_a_group_draw_with_seeds_of_their_own(llama: object) -> None:
 def test_prompt_logprobs_equal_a_plain_forward(llama: object, length: int, max_tokens: int) -> None:
     row = (prompts(4, 90, seed=8)[0] * 20)[:length]
     harness = make_harness(llama)
-    for i, other in enumerate(prompts(3, 60, seed=9)):
-        harness.submit(str(i), other, 20)
+    harness.submit_all(prompts(3, 60, seed=9), 20)
     harness.loop.step()
-    harness.submit("scored", row, prompt_logprobs=2, stopping=StopParams(max_tokens))
-    harness.run()
+    harness.answer("scored", row, prompt_logprobs=2, stopping=StopParams(max_tokens))
     assert len(harness.tokens("scored")) == max_tokens
     (scored,) = [e for e in harness.of("scored") if isinstance(e, PromptScored)]
     assert scored.logprobs[0] is None

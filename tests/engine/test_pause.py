@@ -7,15 +7,11 @@ from collections.abc import AsyncIterator
 
 import mlx.core as mx
 import pytest
-from harness import PlainText, make_harness, solo
+from harness import greedy, running, solo
 from tiny import tiny_model
 
 from mlx_parallm.core.device import PauseMode
-from mlx_parallm.core.requests import GenerationRequest, SamplingParams, SequenceOutput, StopParams
-from mlx_parallm.engine.budget import CostModel
-from mlx_parallm.engine.engine import EngineParts
-from mlx_parallm.engine.scheduler import SchedulerConfig
-from mlx_parallm.engine.text import Vocabulary
+from mlx_parallm.core.requests import GenerationRequest, SequenceOutput
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import AbortedError, EngineDeadError
 
@@ -25,15 +21,8 @@ LONG = 200
 
 @pytest.fixture
 async def engine() -> AsyncIterator[ContinuousBatchProcessor]:
-    def build() -> EngineParts:
-        harness = make_harness()
-        vocabulary = Vocabulary(263, frozenset(), lambda *_: PlainText())
-        return EngineParts(harness.runner, harness.adapters, vocabulary, SchedulerConfig(), CostModel(0.01, 1e-4, 1e-8))
-
-    processor = ContinuousBatchProcessor(build, debug=True)
-    await asyncio.to_thread(processor.start)
-    yield processor
-    await asyncio.to_thread(processor.stop)
+    async with running() as processor:
+        yield processor
 
 
 class Asking:
@@ -41,8 +30,7 @@ class Asking:
 
     def __init__(self, engine: ContinuousBatchProcessor, name: str, max_tokens: int) -> None:
         self.tokens: list[int] = []
-        asked = GenerationRequest(name, (tuple(PROMPT),), SamplingParams(temperature=0.0), StopParams(max_tokens))
-        self.done = asyncio.create_task(self._read(engine, asked))
+        self.done = asyncio.create_task(self._read(engine, greedy(name, PROMPT, max_tokens)))
 
     async def _read(self, engine: ContinuousBatchProcessor, asked: GenerationRequest) -> list[int]:
         async for event in engine.generate(asked):
@@ -68,22 +56,22 @@ async def stands_still(asking: Asking) -> bool:
 
 async def test_kept_a_request_stands_still_and_goes_on_to_the_same_end(engine: ContinuousBatchProcessor) -> None:
     expected = solo(tiny_model("llama"), PROMPT, LONG).tokens
-    running = await Asking(engine, "r", LONG).under_way()
+    asked = await Asking(engine, "r", LONG).under_way()
     await engine.pause(PauseMode.KEEP)
     later = Asking(engine, "later", 5)
     assert engine.stats().paused
-    assert await stands_still(running)
+    assert await stands_still(asked)
     assert not later.tokens
     await engine.resume()
     assert not engine.stats().paused
-    assert await running.done == expected
+    assert await asked.done == expected
     assert await later.done == expected[:5]
 
 
 async def test_waited_for_a_request_ends_and_a_later_one_is_held(engine: ContinuousBatchProcessor) -> None:
-    running = await Asking(engine, "r", LONG).under_way()
+    asked = await Asking(engine, "r", LONG).under_way()
     await engine.pause(PauseMode.WAIT)
-    assert len(running.done.result()) == LONG
+    assert len(asked.done.result()) == LONG
     later = Asking(engine, "later", 5)
     assert await stands_still(later)
     assert engine.stats().waiting == 1
@@ -92,10 +80,10 @@ async def test_waited_for_a_request_ends_and_a_later_one_is_held(engine: Continu
 
 
 async def test_aborted_requests_fail_and_later_ones_are_held(engine: ContinuousBatchProcessor) -> None:
-    running = await Asking(engine, "r", LONG).under_way()
+    asked = await Asking(engine, "r", LONG).under_way()
     await engine.pause(PauseMode.ABORT)
     with pytest.raises(AbortedError):
-        await running.done
+        await asked.done
     assert (engine.stats().running, engine.stats().kv_bytes_held) == (0, 0)
     later = Asking(engine, "later", 5)
     assert await stands_still(later)
@@ -108,24 +96,24 @@ async def test_aborted_requests_fail_and_later_ones_are_held(engine: ContinuousB
 
 @pytest.mark.parametrize("instead", ["resume", "keep"])
 async def test_a_wait_ends_when_something_else_takes_its_place(engine: ContinuousBatchProcessor, instead: str) -> None:
-    running = await Asking(engine, "r", LONG).under_way()
+    asked = await Asking(engine, "r", LONG).under_way()
     await engine.pause(PauseMode.KEEP)
     waiting = asyncio.create_task(engine.pause(PauseMode.WAIT))
     await asyncio.sleep(0)
     await (engine.resume() if instead == "resume" else engine.pause(PauseMode.KEEP))
     await asyncio.wait_for(waiting, 30)
     await engine.resume()
-    assert len(await running.done) == LONG
+    assert len(await asked.done) == LONG
 
 
 async def test_who_leaves_while_paused_leaves_nothing_behind(engine: ContinuousBatchProcessor) -> None:
-    running = await Asking(engine, "r", LONG).under_way()
+    asked = await Asking(engine, "r", LONG).under_way()
     await engine.pause(PauseMode.KEEP)
     later = Asking(engine, "later", 5)
     await asyncio.sleep(0.02)
-    for asking in (running, later):
+    for asking in (asked, later):
         asking.done.cancel()
-    await asyncio.wait([running.done, later.done])
+    await asyncio.wait([asked.done, later.done])
     await engine.resume()  # after the aborts in the inbox
     assert (engine.stats().running, engine.stats().waiting, engine.stats().kv_bytes_held) == (0, 0, 0)
 

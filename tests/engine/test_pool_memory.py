@@ -33,18 +33,15 @@ def looked_up(harness: Harness) -> tuple[int, int]:
 
 def test_each_prompt_counts_once_whatever_n_is() -> None:
     harness = make_harness()
-    harness.submit("first", LONG, 4, n=3)
-    harness.run()
+    harness.answer("first", LONG, 4, n=3)
     assert (cached_tokens(harness, "first"), looked_up(harness)) == (0, (0, 200)), "a group shares, but it is no hit"
-    harness.submit("again", LONG, 4, n=3)
-    harness.run()
+    harness.answer("again", LONG, 4, n=3)
     assert (cached_tokens(harness, "again"), looked_up(harness)) == (192, (192, 400))
 
 
 def test_every_prompt_of_a_request_counts() -> None:
     harness = make_harness()
-    harness.submit("first", LONG)
-    harness.run()
+    harness.answer("first", LONG)
     prompts = (tuple(LONG), tuple(OTHER), tuple(LONG + OTHER))
     harness.loop.submit(GenerationRequest("three", prompts, GREEDY, StopParams(4), n=2))
     harness.run()
@@ -54,11 +51,9 @@ def test_every_prompt_of_a_request_counts() -> None:
 
 def test_a_scored_prompt_is_computed_whole_and_does_not_count() -> None:
     harness = make_harness()
-    harness.submit("first", LONG)
-    harness.run()
+    harness.answer("first", LONG)
     before = looked_up(harness)
-    harness.submit("scored", LONG, 4, n=2, prompt_logprobs=1)
-    harness.run()
+    harness.answer("scored", LONG, 4, n=2, prompt_logprobs=1)
     assert (cached_tokens(harness, "scored"), looked_up(harness)) == (0, before)
 
 
@@ -74,12 +69,10 @@ def test_a_row_that_is_computed_again_does_not_count_again() -> None:
 
 def test_a_reset_tells_how_many_tokens_it_forgot() -> None:
     harness = make_harness()
-    harness.submit("first", LONG, 8)
-    harness.run()
+    harness.answer("first", LONG, 8)
     assert harness.loop.reset_prefix_cache().result() == 207, "the last token of the answer was never computed"
     assert harness.loop.reset_prefix_cache().result() == 0
-    harness.submit("again", LONG, 8)
-    harness.run()
+    harness.answer("again", LONG, 8)
     assert cached_tokens(harness, "again") == 0
 
 
@@ -119,9 +112,7 @@ def test_a_straggler_and_an_idle_loop_hold_what_they_use(keep_prefixes: bool, mo
         harness.loop.step()
         burst = max(burst, sum(array.nbytes for array in cache.arrays()))
     be_quiet(monkeypatch)
-    for _ in range(5):
-        harness.loop.step()
-        harness.loop.check_integrity()
+    harness.step(5)
     assert len(harness.tokens("straggler")) < 200
     assert held(harness) <= 1.15 * cache.bytes_used
     assert sum(array.nbytes for array in cache.arrays()) < burst
@@ -132,11 +123,9 @@ def test_a_straggler_and_an_idle_loop_hold_what_they_use(keep_prefixes: bool, mo
 
 def test_blocks_are_kept_for_the_next_rows_while_rows_keep_coming() -> None:
     harness = make_harness(max_batched_tokens=2048)
-    harness.submit("first", LONG)
-    harness.run()
+    harness.answer("first", LONG)
     blocks = harness.runner.cache.groups[0].allocator.total
-    for _ in range(20):
-        harness.loop.step()
+    harness.step(20)
     assert harness.runner.cache.groups[0].allocator.total == blocks
 
 
@@ -154,8 +143,7 @@ def test_a_request_after_an_idle_time_finds_room(monkeypatch: pytest.MonkeyPatch
         return done
 
     for number in range(40):
-        harness.submit(str(number), [20 + number] * 300, 10)
-        harness.run()
+        harness.answer(str(number), [20 + number] * 300, 10)
         if number == 0:
             monkeypatch.setattr(Arena, "resize", counted)
     assert len(resized) > 3
@@ -174,8 +162,7 @@ def grown_without_need(harness: Harness, patched: pytest.MonkeyPatch) -> int:
     with patched.context() as counting:
         counting.setattr(Arena, "resize", counted)
         for number in range(20):
-            harness.submit(str(number), [20 + number] * 300, 10)
-            harness.run()
+            harness.answer(str(number), [20 + number] * 300, 10)
     return grown
 
 
@@ -211,8 +198,7 @@ def test_memory_is_given_back_a_bounded_number_of_bytes_at_a_time(monkeypatch: p
         assert sum(size != was for size, was in zip(now, sizes, strict=True)) <= 1
         sizes = now
     assert sizes < before
-    harness.submit("late", LONG)
-    harness.run()
+    harness.answer("late", LONG)
     assert isinstance(harness.terminal("late"), RequestFinished)
     assert held(harness) <= 24 * harness.runner.cache.groups[0].arena.block_bytes
 
@@ -223,14 +209,12 @@ def test_freed_buffers_are_given_back_when_a_row_has_ended_and_not_after_every_u
     """MLX takes the buffers of the next unit from those of the last one."""
     be_quiet(monkeypatch)
     harness = make_harness()
-    harness.submit("first", LONG)
-    harness.run()
+    harness.answer("first", LONG)
     assert harness.loop.stats().kv_bytes_cached > 0
     given_back: list[int] = []
     monkeypatch.setattr("mlx_parallm.engine.memory.mx.clear_cache", lambda: given_back.append(1))
     harness.submit("second", OTHER, 20)
-    while len(harness.tokens("second")) < 10:
-        harness.loop.step()
+    harness.until(lambda: len(harness.tokens("second")) >= 10)
     assert not given_back
     harness.run()
     harness.run()
@@ -244,8 +228,7 @@ def test_the_prefixes_of_a_forgotten_version_go(monkeypatch: pytest.MonkeyPatch)
     harness = make_harness(model)
     for seed in range(KEPT_VERSIONS + 3):
         ref = harness.publish("a", random_adapter(layout, seed))
-        harness.submit(str(seed), LONG, adapter=ref)
-        harness.run()
+        harness.answer(str(seed), LONG, adapter=ref)
     kept = set(harness.adapters.registry.versions())
     assert {root.version for root in harness.runner.cache.index.roots()} == kept
     assert len(kept) < KEPT_VERSIONS + 3

@@ -96,9 +96,7 @@ def test_any_interleaving_with_rows_that_decode(llama: nn.Module, cases: list, d
         else:
             asked[str(i)] = expected[kind]
             embed(harness, str(i), [ids], kind)
-        for _ in range(data.draw(st.integers(0, 5), label="steps")):
-            harness.loop.step()
-            harness.loop.check_integrity()
+        harness.step(data.draw(st.integers(0, 5), label="steps"))
         if data.draw(st.integers(0, 5), label="abort") == 0:
             aborted.add(victim := str(data.draw(st.integers(0, i))))
             harness.loop.abort(victim)
@@ -120,8 +118,7 @@ def test_any_interleaving_with_rows_that_decode(llama: nn.Module, cases: list, d
 def test_texts_are_pooled_in_the_forward_pass_of_the_rows_that_decode(llama: nn.Module) -> None:
     harness = make_harness(llama)
     harness.submit("decodes", range(8), 20)
-    for _ in range(4):
-        harness.loop.step()
+    harness.step(4)
     embed(harness, "vectors", texts(1, 20, seed=2), Pooling.LAST)
     steps = harness.loop.stats().steps_total
     while not vectors(harness, "vectors"):
@@ -150,8 +147,7 @@ def test_only_the_mean_needs_every_token_computed(llama: nn.Module, pooling: Poo
     """The beginning is cached: the last token's state is the same with it, the mean is computed without it."""
     start = texts(1, 1, seed=5)[0] * 130
     harness = make_harness(llama, max_batched_tokens=512)
-    harness.submit("chat", start, 1)
-    harness.run()
+    harness.answer("chat", start, 1)
     ids = (*start, 7, 8, 9)
     embed(harness, "vectors", [ids], pooling)
     harness.run()
@@ -163,8 +159,7 @@ def test_after_somebody_elses_fault_texts_are_pooled_again_from_their_start(llam
     prompts = texts(2, 100, seed=6)
     harness = make_harness(llama, max_batched_tokens=16, lookahead=False)
     embed(harness, "vectors", prompts, Pooling.MEAN)
-    for _ in range(3):
-        harness.loop.step()
+    harness.step(3)
     assert not [event for event in harness.of("vectors") if isinstance(event, SequencePooled)]
     with harness.loop.surviving():
         raise RuntimeError("somebody else's fault")
@@ -185,8 +180,7 @@ def test_each_text_that_is_pooled_lets_a_request_survive_as_many_faults_of_other
                 raise RuntimeError("somebody else's fault")
 
     three_faults()
-    while not vectors(harness, "vectors"):
-        harness.loop.step()
+    harness.until(lambda: vectors(harness, "vectors"))
     three_faults()
     harness.run()
     assert isinstance(harness.terminal("vectors"), RequestFinished)

@@ -154,8 +154,7 @@ def second_wave(answers: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
 def serve(harness: Harness, requests: dict[str, dict[str, Any]], apart: int = 2) -> None:
     for rid, fields in requests.items():
         harness.submit(rid, **fields)
-        for _ in range(apart):
-            harness.loop.step()
+        harness.step(apart)
     harness.run()
 
 
@@ -174,8 +173,7 @@ def test_cached_equals_uncached(family: str, lookahead: bool) -> None:
     serve(uncached, FIRST)
     wave = second_wave({rid: uncached.tokens(rid) for rid in FIRST})
     for rid, fields in wave.items():  # each of them alone
-        uncached.submit(rid, **fields)
-        uncached.run()
+        uncached.answer(rid, **fields)
     cached = with_adapters(model, lookahead=lookahead)
     serve(cached, FIRST)
     serve(cached, wave)
@@ -194,11 +192,9 @@ def test_second_turns_at_every_alignment(family: str, step: int) -> None:
     harness, history = make_harness(model), text(200, seed=3)
     for extra in range(0, BLOCK_TOKENS, step):
         row = [extra, *history[: 130 + extra]]
-        harness.submit(f"first {extra}", row, 5)
-        harness.run()
+        harness.answer(f"first {extra}", row, 5)
         turn = [*row, *harness.tokens(f"first {extra}"), 9, 9]
-        harness.submit(f"second {extra}", turn, 4, sampling=SHOWN)
-        harness.run()
+        harness.answer(f"second {extra}", turn, 4, sampling=SHOWN)
         known = len(row) + 4
         assert cached_tokens(harness, f"second {extra}") == known - (known % BLOCK_TOKENS) * (known % BLOCK_TOKENS < 8)
         assert_drawn_by(model, turn, outputs(harness, f"second {extra}"))
@@ -208,8 +204,7 @@ def test_without_the_cache_every_prompt_is_computed() -> None:
     harness = make_harness(keep_prefixes=False)
     row = text(200, seed=4)
     for rid in "abc":
-        harness.submit(rid, row, 4)
-        harness.run()
+        harness.answer(rid, row, 4)
     assert harness.loop.counters.prefilled_tokens == 3 * len(row)
     assert harness.runner.cache.bytes_cached == 0
 
@@ -223,25 +218,21 @@ def test_different_salts_and_adapters_never_share() -> None:
     for salt in ("", "x", "y"):
         for adapter in (BASE_ADAPTER, AdapterRef("a", 1), AdapterRef("b", 1)):
             rid = f"{salt} {adapter}"
-            harness.submit(rid, row, 4, cache_salt=salt, adapter=adapter)
-            harness.run()
+            harness.answer(rid, row, 4, cache_salt=salt, adapter=adapter)
             assert cached_tokens(harness, rid) == 0
-            harness.submit(f"{rid} again", row, 4, cache_salt=salt, adapter=adapter)
-            harness.run()
+            harness.answer(f"{rid} again", row, 4, cache_salt=salt, adapter=adapter)
             assert cached_tokens(harness, f"{rid} again") == len(row) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def test_scored_prompts_are_computed_whole() -> None:
     model = tiny_model("llama")
     harness, row = make_harness(model), text(200, seed=6)
-    harness.submit("first", row, 4)
-    harness.run()
+    harness.answer("first", row, 4)
     logits = model(mx.array([row]))[0]
     expected = (logits - mx.logsumexp(logits, -1, keepdims=True)).tolist()
     for rid in ("scored", "scored again"):
         before = harness.loop.counters.prefilled_tokens
-        harness.submit(rid, row, 4, prompt_logprobs=1, n=2)
-        harness.run()
+        harness.answer(rid, row, 4, prompt_logprobs=1, n=2)
         assert harness.loop.counters.prefilled_tokens == before + len(row)
         assert cached_tokens(harness, rid) == 0
         (scored,) = [e for e in harness.of(rid) if isinstance(e, PromptScored)]
@@ -260,13 +251,11 @@ def test_what_is_not_scored_comes_from_the_cache(family: str, max_tokens: int) -
     harness, row = make_harness(model), text(200, seed=6)
     logits = model(mx.array([row]))[0].astype(mx.float32)
     expected = (logits - mx.logsumexp(logits, -1, keepdims=True)).tolist()
-    harness.submit("first", row, 4)
-    harness.run()
+    harness.answer("first", row, 4)
     for first in (2, 63, 64, 65, 129, 190, 199, 200, 300):
         for rid in (f"{first}", f"{first} again"):
             before = harness.loop.counters.prefilled_tokens
-            harness.submit(rid, row, prompt_logprobs=1, scored_from=first, n=2, stopping=StopParams(max_tokens))
-            harness.run()
+            harness.answer(rid, row, prompt_logprobs=1, scored_from=first, n=2, stopping=StopParams(max_tokens))
             computed = harness.loop.counters.prefilled_tokens - before
             (scored,) = [e for e in harness.of(rid) if isinstance(e, PromptScored)]
             assert len(scored.logprobs) == len(row)
@@ -286,8 +275,7 @@ def test_a_prompt_that_is_preempted_while_it_is_scored_gets_all_of_its_scores() 
     logits = model(mx.array([row]))[0]
     expected = (logits - mx.logsumexp(logits, -1, keepdims=True)).tolist()
     harness = make_harness(model, budget_tokens=448)
-    harness.submit("first", row, 4)
-    harness.run()
+    harness.answer("first", row, 4)
     for number in range(3):
         harness.submit(f"grows {number}", text(60, seed=number), 150)
     for number in range(4):
@@ -306,11 +294,9 @@ def test_a_prompt_that_is_preempted_while_it_is_scored_gets_all_of_its_scores() 
 
 def test_the_groups_of_one_prompt_share_it() -> None:
     harness, row = make_harness(), text(210, seed=7)
-    harness.submit("one", row, 6, n=4, sampling=SAMPLED)
-    harness.run()
+    harness.answer("one", row, 6, n=4, sampling=SAMPLED)
     assert harness.loop.counters.prefilled_tokens == len(row)
-    harness.submit("two", row, 6, n=4, sampling=SAMPLED)
-    harness.run()
+    harness.answer("two", row, 6, n=4, sampling=SAMPLED)
     assert harness.loop.counters.prefilled_tokens == len(row), "a prompt's last token is computed by a decode row"
     assert cached_tokens(harness, "two") == len(row) - 1
     assert [harness.tokens("two", i) for i in range(4)] == [harness.tokens("one", i) for i in range(4)]
@@ -322,14 +308,12 @@ def test_a_preempted_row_comes_back_through_the_cache(lookahead: bool, n: int) -
     """It computes the tokens that the host did not know, and less than 8 more, also if others of its group live."""
     harness, row = make_harness(lookahead=lookahead), text(200, seed=8)
     harness.submit("r", row, 100, n=n, sampling=PENALISED)
-    while len(harness.tokens("r")) < 90:
-        harness.loop.step()
+    harness.until(lambda: len(harness.tokens("r")) >= 90)
     before = harness.loop.counters.prefilled_tokens
     harness.loop.scheduler.preempt(harness.loop.scheduler.live[0])
     harness.run()
     assert harness.loop.counters.prefilled_tokens - before <= 10
     assert harness.loop.scheduler.preemptions == 1
     expected = make_harness(keep_prefixes=False)
-    expected.submit("r", row, 100, n=n, sampling=PENALISED)
-    expected.run()
+    expected.answer("r", row, 100, n=n, sampling=PENALISED)
     assert_same_answer(harness, expected, "r", n)

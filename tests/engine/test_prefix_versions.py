@@ -256,13 +256,11 @@ def test_a_chain_lasts_as_long_as_its_version_is_leased(truth: Truth) -> None:
     ref = harness.publish("a", truth.weights[0])
     registry, cache = harness.adapters.registry, harness.runner.cache
     with registry.lease("a") as version:
-        harness.submit("r", text(200, 1), 4, adapter=ref)
-        harness.run()
+        harness.answer("r", text(200, 1), 4, adapter=ref)
         registry.unload("a")
         harness.loop.step()
         assert [root.version for root in cache.index.roots()] == [version]
-        harness.submit("s", text(200, 1), 4, adapter=ref)
-        harness.run()
+        harness.answer("s", text(200, 1), 4, adapter=ref)
         assert harness.terminal("s").cached_tokens == 192
     harness.loop.step()
     assert cache.index.roots() == []
@@ -293,11 +291,9 @@ def test_salts_without_end_evict_the_oldest_and_take_no_memory_on_the_host() -> 
     harness = make_harness(budget_tokens=32 * BLOCK_TOKENS, max_batched_tokens=2048)
     cache, shared = harness.runner.cache, text(200, 3)
     for number in range(300):
-        harness.submit(f"salt {number}", text(100, number), 1, cache_salt=str(number))
-        harness.run()
+        harness.answer(f"salt {number}", text(100, number), 1, cache_salt=str(number))
         if number % 5 == 0:
-            harness.submit(f"shared {number}", shared, 1)
-            harness.run()
+            harness.answer(f"shared {number}", shared, 1)
             assert harness.terminal(f"shared {number}").cached_tokens == (192 if number else 0)
         assert len(cache.index.roots()) <= 32
     assert cache.evictions > 300

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import Harness, Solo, assert_same_tokens, make_harness, solo
+from harness import Harness, Solo, assert_same_tokens, assert_solo, make_harness, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lora import layout_of, merged, random_adapter
@@ -45,8 +45,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 def answer(harness: Harness, name: str, prompt: Sequence[int], tokens: int = 4, **fields: Any) -> int:
     """Submits a request and runs it to its end. Returns how many tokens of its prompt were cached."""
-    harness.submit(name, prompt, tokens, **fields)
-    harness.run()
+    harness.answer(name, prompt, tokens, **fields)
     end = harness.terminal(name)
     assert isinstance(end, RequestFinished)
     return end.cached_tokens
@@ -74,9 +73,7 @@ def test_any_interleaving_with_aborts_and_preemption(world: World, data: st.Data
     aborted = set()
     for i, row in enumerate(world.rows):
         harness.submit(str(i), row, data.draw(st.integers(1, 20), label="max_tokens"))
-        for _ in range(data.draw(st.integers(0, 5), label="steps")):
-            harness.loop.step()
-            harness.loop.check_integrity()
+        harness.step(data.draw(st.integers(0, 5), label="steps"))
         if data.draw(st.integers(0, 4), label="abort") == 0:
             aborted.add(victim := str(data.draw(st.integers(0, i))))
             harness.loop.abort(victim)
@@ -95,8 +92,7 @@ def test_half_precision_states_keep_their_types(world: World) -> None:
     layout = prepare(model).layout
     assert layout.dtype == mx.bfloat16
     harness = make_harness(model)
-    for i, row in enumerate(world.rows[:3]):
-        harness.submit(str(i), row, 4, sampling=SamplingParams(temperature=0.0, top_logprobs=0))
+    harness.submit_all(world.rows[:3], 4, sampling=SamplingParams(temperature=0.0, top_logprobs=0))
     harness.run()
     assert all(isinstance(harness.terminal(str(i)), RequestFinished) for i in range(3))
     states = harness.runner.cache.states
@@ -114,8 +110,7 @@ def test_versions_that_are_published_meanwhile_are_for_new_requests(world: World
         ref = harness.publish("a", weights)
         for name in ("first", "beside"):
             harness.submit(f"{name} {number}", row, 12, adapter=ref)
-            for _ in range(4):
-                harness.loop.step()
+            harness.step(4)
     harness.submit("base", row, 12)
     harness.run()
     models = [merged(tiny_model(world.family), weights) for weights in versions]
@@ -165,8 +160,7 @@ def test_the_second_prompt_finds_the_first_message_of_a_chat(world: World, chunk
     prompts = chats([END, *text(200, seed=9)], 2)
     assert [answer(harness, str(number), row) for number, row in enumerate(prompts)] == [0, 3 * BLOCK_TOKENS]
     assert harness.runner.cache.hits == 3 * BLOCK_TOKENS
-    for number, row in enumerate(prompts):
-        assert_same_tokens(harness.tokens(str(number)), solo(world.model, row, 4), TINY)
+    assert_solo(harness, world.model, prompts, 4)
 
 
 @pytest.mark.parametrize(("shared", "second"), [(255, 0), (300, 256), (500, 256), (530, 512)])
@@ -178,8 +172,7 @@ def test_the_second_prompt_finds_half_of_what_it_shares_and_the_third_one_all(
     all_blocks = shared // BLOCK_TOKENS * BLOCK_TOKENS
     assert [answer(harness, str(number), row) for number, row in enumerate(prompts)] == [0, second, all_blocks]
     assert second > all_blocks // 2 or shared < 256
-    for number, row in enumerate(prompts):
-        assert_same_tokens(harness.tokens(str(number)), solo(world.model, row, 4), TINY)
+    assert_solo(harness, world.model, prompts, 4)
 
 
 def test_a_first_message_that_is_shared_in_part_is_found_by_half(world: World) -> None:
@@ -192,12 +185,10 @@ def test_a_first_message_that_is_shared_in_part_is_found_by_half(world: World) -
 def test_of_two_chats_at_once_one_computes_what_they_share(world: World) -> None:
     harness = make_harness(world.model, max_batched_tokens=512, control_ids={END})
     prompts = chats([END, *text(200, seed=9)], 2)
-    for number, row in enumerate(prompts):
-        harness.submit(str(number), row, 4)
+    harness.submit_all(prompts, 4)
     harness.run()
     assert harness.loop.counters.prefilled_tokens == sum(map(len, prompts)) - 3 * BLOCK_TOKENS
-    for number, row in enumerate(prompts):
-        assert_same_tokens(harness.tokens(str(number)), solo(world.model, row, 4), TINY)
+    assert_solo(harness, world.model, prompts, 4)
 
 
 def test_what_many_prompts_leave_for_others_stays_small_and_drives_out_nothing_in_use(world: World) -> None:
@@ -223,8 +214,7 @@ def test_a_prompt_ends_although_adapters_and_training_hold_more_than_the_budget(
     """They have grown since the row began, so there may be no tentative checkpoint any more."""
     harness = make_harness(world.model)
     harness.submit("a", text(700, 1), 4)
-    while not harness.loop.scheduler.live[:1]:
-        harness.loop.step()
+    harness.until(lambda: harness.loop.scheduler.live[:1])
     harness.runner.cache.device.open_account(
         MemoryAccount.OPTIMIZER, lambda: 2 * harness.runner.cache.device.budget_bytes
     )
@@ -244,8 +234,7 @@ def test_where_there_is_no_room_for_one_more_state_nothing_is_left_for_others(wo
 
 def test_samples_of_a_prompt_go_on_from_its_last_full_block(world: World) -> None:
     harness, row = make_harness(world.model), world.rows[1]
-    harness.submit("group", row, 6, n=4)
-    harness.run()
+    harness.answer("group", row, 6, n=4)
     for index in range(4):
         assert_same_tokens(harness.tokens("group", index), solo(world.model, row, 6), TINY)
     rest = len(row) - 2 * BLOCK_TOKENS
@@ -255,8 +244,7 @@ def test_samples_of_a_prompt_go_on_from_its_last_full_block(world: World) -> Non
 def test_a_preempted_row_goes_on_from_the_last_block_that_it_filled(world: World) -> None:
     harness, row = make_harness(world.model), world.rows[3]
     harness.submit("a", row, 100)
-    while len(harness.tokens("a")) < 70:
-        harness.loop.step()
+    harness.until(lambda: len(harness.tokens("a")) >= 70)
     before = harness.loop.counters.prefilled_tokens
     harness.loop.scheduler.preempt(harness.loop.scheduler.live[0])
     harness.run()
@@ -293,8 +281,7 @@ def test_a_fault_of_the_device_costs_no_row_its_answer(
     monkeypatch.setattr(StateArena, call, faulty)
     for i in range(6):
         harness.submit(str(i), world.rows[1], 6)
-        for _ in range(3):
-            harness.loop.step()
+        harness.step(3)
     harness.run()
     ended = [str(i) for i in range(6) if isinstance(harness.terminal(str(i)), RequestFinished)]
     assert ended

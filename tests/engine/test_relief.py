@@ -23,8 +23,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_cached_prefixes(**options: object) -> Harness:
     harness = make_harness(max_batched_tokens=2048, **options)
     for number, prompt in enumerate(PROMPTS):
-        harness.submit(str(number), prompt, 10)
-        harness.run()
+        harness.answer(str(number), prompt, 10)
     assert harness.loop.stats().kv_bytes_cached > 0
     return harness
 
@@ -48,15 +47,12 @@ def test_cached_prefixes_leave_the_process_and_not_only_the_accounts(monkeypatch
 
 def test_running_rows_go_on_and_leave_nothing_behind() -> None:
     alone = make_harness(max_batched_tokens=2048)
-    alone.submit("long", PROMPTS[0], 150)
-    alone.run()
+    alone.answer("long", PROMPTS[0], 150)
     harness = with_cached_prefixes()
     harness.submit("long", PROMPTS[0], 150)
-    for _ in range(20):
-        harness.loop.step()
+    harness.step(20)
     harness.loop.relieve(Relief.PREFIXES)
-    for _ in range(60):
-        harness.loop.step()
+    harness.step(60)
     held, used = array_bytes(harness), harness.runner.cache.bytes_used
     assert used <= held <= 1.5 * used
     harness.run()
@@ -70,11 +66,9 @@ def test_a_draft_model_keeps_no_cached_prefixes_while_a_row_uses_it() -> None:
     cache = harness.loop.draft_model._cache
     assert cache.bytes_cached > 0
     harness.submit("long", PROMPTS[0], 1000)
-    for _ in range(20):
-        harness.loop.step()
+    harness.step(20)
     harness.loop.relieve(Relief.PREFIXES)
-    for _ in range(20):
-        harness.loop.step()
+    harness.step(20)
     assert (list(cache.rows) != [], cache.bytes_cached) == (True, 0)
 
 
@@ -83,8 +77,7 @@ def test_prefixes_are_cached_again_afterwards() -> None:
     harness.loop.relieve(Relief.PREFIXES)
     harness.run()
     harness.loop.relieve(Relief.NONE)
-    harness.submit("again", PROMPTS[0], 10)
-    harness.run()
+    harness.answer("again", PROMPTS[0], 10)
     assert harness.loop.stats().kv_bytes_cached > 0
 
 

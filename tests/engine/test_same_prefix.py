@@ -40,8 +40,7 @@ def test_one_that_is_preempted_leaves_the_others_to_go_on() -> None:
     prompts = {str(user): [*SYSTEM, user] for user in range(4)}
     for name, prompt in prompts.items():
         harness.submit(name, prompt, 30)
-    for _ in range(3):
-        harness.loop.step()
+    harness.step(3)
     harness.loop.abort("0")
     harness.run()
     for name in ("1", "2", "3"):

@@ -85,8 +85,7 @@ def test_raw_and_sampling_logprobs_are_not_mixed_up() -> None:
     row = prompt(20, 7)
     harness = make_harness()
     sampling = SamplingParams(temperature=0.7, seed=3, top_logprobs=0)
-    harness.submit("both", row, 16, sampling=sampling, collection=COLLECTED)
-    harness.run()
+    harness.answer("both", row, 16, sampling=sampling, collection=COLLECTED)
     model, tokens = tiny_model("llama"), harness.tokens("both")
     logits = model(mx.array([row + tokens[:-1]]))[0, len(row) - 1 :]
     raw = logits - mx.logsumexp(logits, -1, keepdims=True)

@@ -21,6 +21,7 @@ from mlx_parallm.core.requests import (
     SequenceOutput,
     StopParams,
 )
+from mlx_parallm.engine.speculate import PromptLookup
 
 VOCAB = 263
 FEW = bytearray(-(-VOCAB // 8))
@@ -100,8 +101,7 @@ def answered(
     for number in range(count):
         grammar = Words(*words) if number % 5 == 0 else None
         harness.submit(f"{number}", repetitive(rng, rng.randint(3, 90)), grammar=grammar, **options(rng, masks))
-        for _ in range(number % 5):
-            harness.loop.step()
+        harness.step(number % 5)
     harness.run()
     return harness, [outputs(harness, f"{number}") for number in range(count)]
 
@@ -156,8 +156,7 @@ def test_a_sequence_that_reports_many_candidates_gets_no_draft() -> None:
     for request_id, top in (("few", 20), ("many", 21)):
         before = harness.loop.counters.drafted.total()
         sampling = SamplingParams(temperature=0.0, top_logprobs=top, allowed_tokens=bytes(FEW))
-        harness.submit(request_id, [3, 7, 9] * 20, 24, sampling=sampling)
-        harness.run()
+        harness.answer(request_id, [3, 7, 9] * 20, 24, sampling=sampling)
         assert (harness.loop.counters.drafted.total() > before) == (request_id == "few")
 
 
@@ -247,3 +246,44 @@ def test_what_a_row_with_drafts_leaves_in_the_prefix_cache_is_right() -> None:
         found.append([outputs(harness, f"again {i}") for i in range(4)])
     for plain, drafted in zip(*found, strict=True):
         assert_same(drafted, plain)
+
+
+# ---- drafts from the text itself ---------------------------------------------------------------------
+
+
+def test_the_newest_occurrence_of_the_longest_ending_decides() -> None:
+    tokens = [1, 2, 3, 10, 11, 9, 2, 3, 20, 21, 1, 2, 3]
+    assert PromptLookup(tokens).propose(4) == [10, 11, 9, 2], "three tokens agree there, two where 20 follows"
+    assert PromptLookup(tokens[1:]).propose(2) == [20, 21], "of two, the newest"
+
+
+def test_a_text_without_repetition_gives_no_draft() -> None:
+    assert PromptLookup([1, 2, 3, 4, 5]).propose(8) == ()
+    assert PromptLookup([]).propose(8) == ()
+    assert PromptLookup([1]).propose(8) == ()
+
+
+def test_a_loop_goes_on() -> None:
+    assert PromptLookup([7, 8, 7, 8, 7, 8]).propose(5) == [7, 8, 7, 8, 7]
+    assert PromptLookup([4, 4, 4]).propose(3) == [4, 4, 4]
+
+
+def test_a_text_that_grows_is_looked_up_as_a_new_one_would_be() -> None:
+    rng = random.Random(0)
+    tokens: list[int] = []
+    growing = PromptLookup(tokens)
+    for _ in range(400):
+        tokens.append(rng.randrange(6))
+        assert list(growing.propose(5)) == list(searched(tokens, 5))
+
+
+def searched(tokens: Sequence[int], most: int) -> list[int]:
+    """The draft, by trying every place."""
+    for length in (3, 2):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if list(tokens[end - length : end]) == list(tokens[len(tokens) - length :]):
+                found = list(tokens[end : end + most])
+                while len(found) < most:
+                    found += found[: most - len(found)]
+                return found
+    return []

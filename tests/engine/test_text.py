@@ -112,8 +112,7 @@ def test_eos_ends_the_text_and_is_not_part_of_it() -> None:
 def test_a_stop_token_ends_the_text_and_says_which() -> None:
     """Also with `ignore_eos`. The end-of-sequence token keeps its own reason."""
     first = make_harness()
-    first.submit("r", [1, 2, 3], max_tokens=3)
-    first.run()
+    first.answer("r", [1, 2, 3], max_tokens=3)
     tokens = first.tokens("r")
     harness = make_harness(eos_ids=[tokens[2]])
     stops = (tokens[1], tokens[2])
@@ -131,19 +130,16 @@ def test_a_stop_token_ends_the_text_and_says_which() -> None:
 
 def test_stop_tokens_are_not_drawn_before_min_tokens() -> None:
     first = make_harness()
-    first.submit("r", [1, 2, 3], max_tokens=1)
-    first.run()
+    first.answer("r", [1, 2, 3], max_tokens=1)
     [token] = first.tokens("r")
     harness = make_harness()
-    harness.submit("r", [1, 2, 3], stopping=StopParams(4, min_tokens=2, stop_token_ids=(token,)))
-    harness.run()
+    harness.answer("r", [1, 2, 3], stopping=StopParams(4, min_tokens=2, stop_token_ids=(token,)))
     assert token not in harness.tokens("r")[:2]
 
 
 def test_ignore_eos_goes_on() -> None:
     end = make_harness()
-    end.submit("r", [1, 2, 3], max_tokens=1)
-    end.run()
+    end.answer("r", [1, 2, 3], max_tokens=1)
     harness = make_harness(eos_ids=end.tokens("r"))
     harness.submit("stops", [1, 2, 3], max_tokens=3)
     harness.submit("goes on", [1, 2, 3], stopping=StopParams(3, ignore_eos=True))

@@ -55,8 +55,7 @@ def test_a_bound_that_is_not_reached_changes_nothing() -> None:
 def test_a_grammar_begins_after_the_forced_mark() -> None:
     harness = make_harness(eos_ids=(END,))
     grammar = AfterReasoning(Words((7, 8, 9)), Tokenizer(), started=True, budget=3)
-    harness.submit("r", PROMPT, 20, grammar=grammar, sampling=NO_END)
-    harness.run()
+    harness.answer("r", PROMPT, 20, grammar=grammar, sampling=NO_END)
     tokens = harness.tokens("r")
     assert tokens[3:] == [*MARK, 7, 8, 9]
 
@@ -79,7 +78,6 @@ def test_a_row_is_not_masked_when_its_answer_has_begun() -> None:
     for lookahead in (False, True):
         Counting.filled = 0
         harness = make_harness(eos_ids=(END,), lookahead=lookahead)
-        harness.submit("r", PROMPT, 40, grammar=Counting(Tokenizer(), started=True, budget=5), sampling=NO_END)
-        harness.run()
+        harness.answer("r", PROMPT, 40, grammar=Counting(Tokenizer(), started=True, budget=5), sampling=NO_END)
         assert len(harness.tokens("r")) == 40
         assert Counting.filled <= 5 + len(MARK) + lookahead

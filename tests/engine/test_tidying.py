@@ -22,8 +22,7 @@ def test_memory_is_looked_after_when_a_row_takes_a_block_and_not_after_each_step
         return tidy(others_wait)
 
     monkeypatch.setattr(memory, "tidy", counted)
-    harness.submit("row", [5] * 50, 90)
-    harness.run()
+    harness.answer("row", [5] * 50, 90)
     meanwhile = [length for length in lengths if 55 < length < 135]
     assert {length // BLOCK_TOKENS for length in (each + 5 for each in meanwhile)} == {1, 2}
     assert len(meanwhile) <= 4
@@ -37,8 +36,7 @@ def test_rows_do_not_wait_for_an_arena_that_grows_for_the_prefix_cache(monkeypat
     harness = make_harness(max_batched_tokens=2048)
     group = harness.runner.cache.groups[0]
     for number in range(6):
-        harness.submit(f"old {number}", [20 + number] * 300, 2)
-        harness.run()
+        harness.answer(f"old {number}", [20 + number] * 300, 2)
     harness.submit("row", [5] * 50, 90)
     harness.loop.step()
     group.arena.resize(group.allocator.total + 40, 1)  # a layer has grown

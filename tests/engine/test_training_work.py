@@ -84,8 +84,7 @@ def submit_all(harness: Harness) -> None:
     """Greedy, sampled with penalties, a group, one that joins late."""
     harness.submit("greedy", PROMPTS[0], 30)
     harness.submit("sampled", PROMPTS[1], 30, sampling=SamplingParams(seed=4, presence_penalty=0.5))
-    for _ in range(5):
-        harness.loop.step()
+    harness.step(5)
     harness.submit("group", PROMPTS[2] * 4, 20, n=3, sampling=SamplingParams(temperature=0.7, seed=9))
 
 
@@ -198,8 +197,7 @@ def test_no_step_is_in_flight_in_a_micro_step() -> None:
     told: list[tuple[int, int]] = []
     training.watch = lambda: told.append((len(harness.tokens("row")), harness.loop.counters.steps))
     harness.submit("row", PROMPTS[0], 20)
-    while not harness.tokens("row"):
-        harness.loop.step()
+    harness.until(lambda: harness.tokens("row"))
     training.left = 3
     harness.run()
     assert len(told) == 3
@@ -216,8 +214,7 @@ def test_training_is_something_to_do() -> None:
 
 def test_a_server_that_does_not_train_has_nothing_of_it() -> None:
     harness = make_harness()
-    harness.submit("row", PROMPTS[0], 5)
-    harness.run()
+    harness.answer("row", PROMPTS[0], 5)
     assert harness.loop.stats().detail["training_units_total"] == 0
 
 
@@ -237,8 +234,7 @@ def test_each_unit_is_paced_by_the_schedule_in_force() -> None:
 def test_what_rows_have_waited_already_is_taken_from_the_next_unit() -> None:
     harness, training = learning()
     harness.submit("row", PROMPTS[0], 6)
-    while not harness.tokens("row"):
-        harness.loop.step()
+    harness.until(lambda: harness.tokens("row"))
     harness.loop.step()
     training.left = 1
     harness.loop.scheduler.gap.add_wait_time(0.2)
@@ -251,8 +247,7 @@ def test_rollouts_that_yield_say_what_they_would_have_said(undisturbed: dict[str
     paused = []
     harness.submit("greedy", PROMPTS[0], 30)
     harness.submit("sampled", PROMPTS[1], 30, sampling=SamplingParams(seed=4, presence_penalty=0.5))
-    for _ in range(5):
-        harness.loop.step()
+    harness.step(5)
     fields = {"n": 3, "sampling": SamplingParams(temperature=0.7, seed=9), "work_class": WorkClass.TRAINING}
     harness.submit("group", PROMPTS[2] * 4, 20, **fields)
     harness.run(check=lambda: paused.append(len({len(harness.tokens("group", index)) for index in range(3)}) > 1))
@@ -283,8 +278,7 @@ def test_who_has_waited_for_training_is_told_the_next_token_at_once() -> None:
     """Not one step later, as when steps follow each other; then they do again."""
     harness, training = learning()
     harness.submit("r", PROMPTS[0], 40)
-    for _ in range(10):
-        harness.loop.step()
+    harness.step(10)
     steps_ahead: list[int] = []
     training.watch = lambda: steps_ahead.append(harness.loop.counters.steps - len(harness.tokens("r")))
     training.left = 1

@@ -1,14 +1,19 @@
-"""Requests behind a long one get their tokens while it decodes, whatever the cost model predicts."""
+"""Requests that wait: they are served behind a long one, or fail when they have waited too long."""
 
 from __future__ import annotations
 
-import pytest
-from harness import make_harness
+import asyncio
 
-from mlx_parallm.core.requests import RequestFinished, RequestStarted
+import pytest
+from harness import engine_parts, greedy, make_harness, running
+
+from mlx_parallm.core.requests import Event, RequestFailed, RequestFinished, RequestStarted, WorkClass
 from mlx_parallm.engine.budget import CostModel
-from mlx_parallm.engine.scheduler import RLAwareScheduler
+from mlx_parallm.engine.engine import EngineParts
+from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.engine.units import ForwardUnit
+from mlx_parallm.errors import QueueTimeoutError
 
 
 @pytest.fixture
@@ -21,14 +26,11 @@ def slow_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_short_requests_are_served_behind_a_long_one() -> None:
     harness = make_harness()
     harness.submit("long", [1, 2, 3], max_tokens=60)
-    while len(harness.tokens("long")) < 5:
-        harness.loop.step()
+    harness.until(lambda: len(harness.tokens("long")) >= 5)
     shorts = [f"short {number}" for number in range(3)]
     for name in shorts:
         harness.submit(name, list(range(1, 40)), max_tokens=2)
-    while not all(any(isinstance(e, RequestFinished) for e in harness.of(name)) for name in shorts):
-        harness.loop.step()
-        harness.loop.check_integrity()
+    harness.until(lambda: all(any(isinstance(e, RequestFinished) for e in harness.of(name)) for name in shorts))
     assert len(harness.tokens("long")) < 60
 
 
@@ -42,10 +44,40 @@ def test_the_time_in_the_queue_ends_with_the_first_chunk(monkeypatch: pytest.Mon
         launched(self, unit, now)
 
     monkeypatch.setattr(RLAwareScheduler, "record_launch", noted)
-    harness.submit("one", list(range(1, 200)), max_tokens=1)
-    harness.run()
+    harness.answer("one", list(range(1, 200)), max_tokens=1)
     end = harness.terminal("one")
     assert isinstance(end, RequestFinished)
     assert end.started_at == order[0]
     assert harness.of("one")[0] == RequestStarted(end.arrived_at, end.started_at)
     assert end.arrived_at <= end.started_at < end.first_token_at
+
+
+# ---- the longest wait in the queue -----------------------------------------------------------------
+
+TIMEOUT_S = 0.3
+LONG, SHORT = 700, 2
+
+
+def one_row() -> EngineParts:
+    return engine_parts(scheduler=SchedulerConfig(max_rows=1), queue_timeout_s=TIMEOUT_S)
+
+
+async def last_event(engine: ContinuousBatchProcessor, name: str, tokens: int, work: WorkClass) -> Event:
+    request = greedy(name, (3, 1, 4), tokens, work_class=work)
+    return [event async for event in engine.generate(request)][-1]
+
+
+@pytest.mark.parametrize("work", WorkClass)
+async def test_a_request_that_waits_too_long_fails_alone(work: WorkClass) -> None:
+    async with running(one_row) as engine:
+        first = asyncio.create_task(last_event(engine, "running", LONG, WorkClass.INFERENCE))
+        while not engine.stats().running:
+            await asyncio.sleep(0.01)
+        waiting = await last_event(engine, "waiting", SHORT, work)
+        if work is WorkClass.INFERENCE:
+            assert isinstance(waiting, RequestFailed)
+            assert isinstance(waiting.error, QueueTimeoutError)
+        else:
+            assert isinstance(waiting, RequestFinished), "a rollout waits"
+        assert isinstance(await first, RequestFinished)
+        assert isinstance(await last_event(engine, "later", SHORT, WorkClass.INFERENCE), RequestFinished)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +15,10 @@ from trainers import (
     Recorder,
     assert_close,
     failing,
+    finish,
     gradients,
     learn,
+    learning,
     leaves,
     make_policy,
     make_trainer,
@@ -33,16 +33,8 @@ from mlx_parallm.errors import InvalidRequestError, StepFailedError
 from mlx_parallm.train.data import Datum, UpdateBatch
 from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.policy import Policy
-from mlx_parallm.train.trainer import GRPOTrainer
 
 LOSS, OPTIMIZER, UNCLIPPED = SETTINGS.loss, SETTINGS.optimizer, unclipped().optimizer
-
-
-def done(trainer: GRPOTrainer, *futures: Future[Any]) -> list[Any]:
-    """The results, after all that is queued."""
-    while trainer.waits():
-        trainer.advance()
-    return [future.result(timeout=0) for future in futures]
 
 
 def parts_of(drawn: Sequence[Datum], count: int) -> list[Sequence[Datum]]:
@@ -52,15 +44,12 @@ def parts_of(drawn: Sequence[Datum], count: int) -> list[Sequence[Datum]]:
 @pytest.mark.parametrize("algorithm", SINGLE)
 @pytest.mark.parametrize("calls", [1, 2, 7])
 def test_one_step_of_several_calls_is_the_step_of_one_call(algorithm: Algorithm, calls: int) -> None:
-    settings = unclipped()
-    settings = changed(settings, loss=changed(settings.loss, algorithm=algorithm, clip_low=0.9, clip_high=9.0))
-    trainer, model = make_trainer(settings)
-    policy = make_policy(trainer, moved=0.05)
-    drawn = with_logprobs(trainer, model, policy, samples(7, groups=3))
+    settings = unclipped(loss=loss_config(algorithm=algorithm, clip_low=0.9, clip_high=9.0))
+    trainer, _, policy, drawn = learning(samples(7, groups=3), settings)
     want, recorder = gradients(trainer, policy, drawn), Recorder(policy)
     for part in parts_of(drawn, calls):
         trainer.accumulate(recorder, part, settings.loss, UpdateTotals.of(drawn))
-    done(trainer, trainer.step(recorder, settings.optimizer))
+    finish(trainer, trainer.step(recorder, settings.optimizer))
     assert_close(recorder.seen, want, 1e-5)
 
 
@@ -74,7 +63,7 @@ def test_a_sample_that_comes_several_times_counts_as_often(same: bool, most: int
     one, other = with_logprobs(trainer, model, policy, samples(2))
     drawn, recorder = [one, other, *([one] * 2 if same else [replace(one), replace(one)])], Recorder(policy)
     of_one, of_other = gradients(trainer, policy, [one]), gradients(trainer, policy, [other])
-    made, _ = done(
+    made, _ = finish(
         trainer,
         trainer.accumulate(recorder, drawn, settings.loss, returns_logprobs=True),
         trainer.step(recorder, settings.optimizer),
@@ -91,9 +80,9 @@ def test_the_policy_after_several_calls_and_a_pause_between_them_is_the_same() -
     outcome = learn(one, policy, drawn)
     before = leaves(again)
     for part in parts_of(drawn, 3):
-        done(other, other.accumulate(again, part, LOSS, UpdateTotals.of(drawn)))
+        finish(other, other.accumulate(again, part, LOSS, UpdateTotals.of(drawn)))
         assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(again).items())
-    (result,) = done(other, other.step(again, OPTIMIZER))
+    (result,) = finish(other, other.step(again, OPTIMIZER))
     assert_close(leaves(again), leaves(policy), 1e-5)
     assert (result.step, result.skipped) == (outcome.step, "") == (1, "")
     for name in ("loss", "entropy", "ratio_mean", "grad_norm", "tokens", "learning_rate"):
@@ -101,20 +90,18 @@ def test_the_policy_after_several_calls_and_a_pause_between_them_is_the_same() -
 
 
 def test_calls_may_have_losses_of_their_own_and_are_divided_by_their_own_totals() -> None:
-    trainer, model = make_trainer(unclipped())
-    policy = make_policy(trainer, moved=0.05)
-    drawn = with_logprobs(trainer, model, policy, samples(6))
+    trainer, _, policy, drawn = learning(samples(6), unclipped())
     calls = ((LOSS, drawn[:3]), (loss_config(Algorithm.CROSS_ENTROPY), drawn[3:]))
     alone = []
     for loss, part in calls:
         recorder = Recorder(policy)
         trainer.accumulate(recorder, part, loss)
-        done(trainer, trainer.step(recorder, UNCLIPPED))
+        finish(trainer, trainer.step(recorder, UNCLIPPED))
         alone.append(recorder.seen)
     both = Recorder(policy)
     for loss, part in calls:
         trainer.accumulate(both, part, loss)
-    (outcome,) = done(trainer, trainer.step(both, UNCLIPPED))
+    (outcome,) = finish(trainer, trainer.step(both, UNCLIPPED))
     assert_close(both.seen, {name: leaf + alone[1][name] for name, leaf in alone[0].items()}, 1e-5)
     assert outcome.metrics["tokens"] == sum(len(sample.trained()) for sample in drawn)
 
@@ -126,7 +113,7 @@ def test_each_step_has_its_own_optimizer_settings_and_starts_from_nothing() -> N
     moved = []
     for rate in (1e-3, 1e-5):
         trainer.accumulate(policy, samples(), LOSS)
-        (outcome,) = done(trainer, trainer.step(policy, OptimizerConfig(learning_rate=rate)))
+        (outcome,) = finish(trainer, trainer.step(policy, OptimizerConfig(learning_rate=rate)))
         assert outcome.metrics["learning_rate"] == pytest.approx(rate)
         moved.append(max(np.abs(leaf - before[name]).max() for name, leaf in leaves(policy).items()))
         before = leaves(policy)
@@ -142,7 +129,7 @@ def test_a_step_without_gradients_is_refused() -> None:
         with pytest.raises(ValueError, match="accumulated no gradients"):
             trainer.step(policy, OPTIMIZER)
         trainer.accumulate(policy, samples(), LOSS)
-        done(trainer, trainer.step(policy, OPTIMIZER))
+        finish(trainer, trainer.step(policy, OPTIMIZER))
     trainer.accumulate(policy, samples(), LOSS)
     trainer.step(policy, OPTIMIZER)
     with pytest.raises(ValueError, match="accumulated no gradients"):
@@ -154,11 +141,11 @@ def test_gradients_between_calls_count_as_memory_until_the_step_or_until_they_ar
     policy = make_policy(trainer)
     resting = trainer.bytes_held
     for end in ("step", "abandon"):
-        done(trainer, trainer.accumulate(policy, samples(), LOSS))
+        finish(trainer, trainer.accumulate(policy, samples(), LOSS))
         assert trainer.bytes_held == resting + 4 * policy.parameters
         assert trainer.bytes_of_updates == 0
         if end == "step":
-            done(trainer, trainer.step(policy, OPTIMIZER))
+            finish(trainer, trainer.step(policy, OPTIMIZER))
         else:
             trainer.abandon(policy)
         assert trainer.bytes_held == resting
@@ -171,19 +158,17 @@ def test_gradients_between_calls_count_as_memory_until_the_step_or_until_they_ar
 def test_a_call_that_fails_leaves_what_was_accumulated_before_and_costs_the_step_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trainer, model = make_trainer(unclipped())
-    policy = make_policy(trainer, moved=0.05)
-    drawn = with_logprobs(trainer, model, policy, samples(6))
+    trainer, _, policy, drawn = learning(samples(6), unclipped())
     want, recorder = gradients(trainer, policy, drawn[:3]), Recorder(policy)
-    done(trainer, trainer.accumulate(recorder, drawn[:3], SETTINGS.loss))
+    finish(trainer, trainer.accumulate(recorder, drawn[:3], SETTINGS.loss))
     bad = trainer.accumulate(recorder, drawn[3:], SETTINGS.loss)
     with monkeypatch.context() as patched:
         failing(trainer, patched, trainer._forwards, "gradients")
         with pytest.raises(RuntimeError, match="injected"):
-            done(trainer)
+            finish(trainer)
         trainer.reset()
     assert isinstance(bad.exception(timeout=0), StepFailedError)
-    done(trainer, trainer.step(recorder, UNCLIPPED))
+    finish(trainer, trainer.step(recorder, UNCLIPPED))
     assert_close(recorder.seen, want, 1e-5)
 
 
@@ -200,7 +185,7 @@ def test_a_step_behind_a_call_that_fails_is_not_made(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patched:
         failing(trainer, patched, trainer._forwards, "gradients")
         with pytest.raises(RuntimeError, match="injected"):
-            done(trainer)
+            finish(trainer)
         trainer.reset()
     assert [type(each.exception(timeout=0)) for each in futures[1:]] == [StepFailedError] * 2
     assert not trainer.waits()
@@ -212,13 +197,13 @@ def test_a_step_behind_a_call_that_fails_is_not_made(monkeypatch: pytest.MonkeyP
 def test_gradients_of_weights_that_were_replaced_move_nothing() -> None:
     trainer, _ = make_trainer(SETTINGS)
     policy = make_policy(trainer, moved=0.05)
-    done(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
+    finish(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
     waiting = trainer.accumulate(policy, samples(3, groups=1), LOSS)
     stepping = trainer.step(policy, OPTIMIZER)
     trainer.restore("default", None)
     for future in (waiting, stepping):
         with pytest.raises(StepFailedError):
-            done(trainer, future)
+            finish(trainer, future)
     with pytest.raises(ValueError, match="no gradients"):
         trainer.step(policy, OPTIMIZER)
     assert trainer.bytes_held == policy.nbytes * len(policy.states)
@@ -230,10 +215,10 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_gradients() -> None:
     other = trainer.open("other", lora=changed(LORA, lora_rank=2 * LORA.lora_rank))
     parts = other.state.copied()
     snapshot = next(part for part in parts if part is not None)
-    done(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
+    finish(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
     with pytest.raises(InvalidRequestError):
         trainer.restore("default", snapshot)
-    (outcome,) = done(trainer, trainer.step(policy, OPTIMIZER))
+    (outcome,) = finish(trainer, trainer.step(policy, OPTIMIZER))
     assert outcome.step == 1
 
 
@@ -254,7 +239,7 @@ def test_an_update_that_is_under_way_never_replaces_weights_that_were_loaded_mea
         trainer.restore("default", None)
         loaded = policy.state
         with pytest.raises(StepFailedError):
-            done(trainer, future)
+            finish(trainer, future)
         assert policy.state is loaded
         units += 1
     assert units > 3
@@ -263,11 +248,11 @@ def test_an_update_that_is_under_way_never_replaces_weights_that_were_loaded_mea
 def test_a_policy_that_is_opened_again_leaves_nothing_of_the_one_before() -> None:
     trainer, _ = make_trainer(SETTINGS)
     policy = make_policy(trainer, moved=0.05)
-    done(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
+    finish(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
     waiting = trainer.accumulate(policy, samples(3, groups=1), LOSS)
     again = trainer.open("default")
     with pytest.raises(StepFailedError):
-        done(trainer, waiting)
+        finish(trainer, waiting)
     assert trainer.bytes_held == again.nbytes * len(again.states)
 
 
@@ -279,6 +264,6 @@ def test_policies_have_lora_settings_of_their_own() -> None:
     assert {pair["a"].shape[1] for pair in other.params.values()} == {2}
     assert {path.split(".")[-1] for path in other.params} == {"q_proj"}
     futures = [trainer.accumulate(policy, samples(), LOSS) for policy in (one, other)]
-    done(trainer, *futures, trainer.step(one, OPTIMIZER), trainer.step(other, OPTIMIZER))
+    finish(trainer, *futures, trainer.step(one, OPTIMIZER), trainer.step(other, OPTIMIZER))
     assert [policy.state.step for policy in (one, other)] == [1, 1]
     assert isinstance(other, Policy)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
-from configs import changed
+from configs import changed, loss_config
 from family_checks import COMPATIBLE, SCALE, Plain, build
 from trainers import LORA, assert_close, gradients, gradients_of, make_policy, packed, trainer_of, unclipped
 
@@ -80,8 +80,11 @@ def test_an_update_has_the_gradients_of_the_merged_model(name: str, checkpointed
     model = build(name)
     targets = {spec.target for spec in adapter_layout(model).linears.values() if not (spec.chooses or spec.embedding)}
     lora = changed(LORA, lora_target_modules=tuple(sorted(targets)), lora_alpha=SCALE * LORA.lora_rank)
-    settings = unclipped(gradient_checkpointing=checkpointed, micro_batch_tokens=1000)
-    settings = changed(settings, loss=changed(settings.loss, algorithm=Algorithm.GRPO, kl_coef=0.0))
+    settings = unclipped(
+        gradient_checkpointing=checkpointed,
+        micro_batch_tokens=1000,
+        loss=loss_config(algorithm=Algorithm.GRPO, kl_coef=0.0),
+    )
     trainer, _ = trainer_of(model, settings, lora, measure_kl=False, compatible=name in COMPATIBLE)
     policy = make_policy(trainer, moved=0.05)
     assert policy.scale == SCALE

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 import pytest
-from configs import changed
+from configs import changed, loss_config
 from mlx.utils import tree_flatten
 from tiny import tiny_model
 from trainers import (
@@ -56,8 +56,7 @@ def merged_gradients(family: str, params: Params, scale: float, drawn: Sequence[
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_are_those_of_merged_weights(family: str, lora, checkpointed: bool) -> None:
     """With enough tokens for `SwitchGLU` to sort them in a micro-step, though not in each forward of one sample."""
-    settings = unclipped(gradient_checkpointing=checkpointed)
-    settings = changed(settings, loss=changed(settings.loss, algorithm=Algorithm.CROSS_ENTROPY))
+    settings = unclipped(gradient_checkpointing=checkpointed, loss=loss_config(algorithm=Algorithm.CROSS_ENTROPY))
     trainer, _ = make_trainer(settings, family, lora)
     policy, drawn = make_policy(trainer, moved=0.05), samples(6)
     got = gradients(trainer, policy, drawn)

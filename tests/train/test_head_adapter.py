@@ -16,6 +16,7 @@ from trainers import (
     SETTINGS,
     Recorder,
     assert_close,
+    finish,
     gradients,
     learn,
     logprobs,
@@ -179,8 +180,7 @@ def test_policies_with_and_without_a_head_learn_in_one_micro_step_as_if_alone(na
         return micro_step(batches)
 
     trainer._jobs.micro_step = counted
-    while trainer.waits():
-        trainer.advance()
+    finish(trainer)
     assert steps < len(policies)
     for recorder, each in zip(recorders, want, strict=True):
         assert_close(recorder.seen, each, 1e-5)

@@ -10,7 +10,7 @@ import copy
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from configs import changed
+from configs import changed, loss_config
 from family_checks import CONFIGURATIONS, random_model
 from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model, quantize_model
@@ -40,8 +40,9 @@ def both(checkpointed: bool, tied: bool, algorithm: Algorithm) -> list[tuple[GRP
     packed_model = tiny_model("llama", tie_word_embeddings=tied)
     nn.quantize(packed_model, group_size=32, bits=4)
     dense = dequantize_model(copy.deepcopy(packed_model))
-    settings = unclipped(gradient_checkpointing=checkpointed)
-    settings = changed(settings, loss=changed(settings.loss, algorithm=algorithm, entropy_coef=0.1, kl_coef=0.1))
+    settings = unclipped(
+        gradient_checkpointing=checkpointed, loss=loss_config(algorithm=algorithm, entropy_coef=0.1, kl_coef=0.1)
+    )
     return [trainer_of(model, settings) for model in (packed_model, dense)]
 
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from configs import changed
+from configs import loss_config
 from family_checks import Served
 from tiny import RECURRENT
 from trainers import (
@@ -51,8 +51,11 @@ def branching() -> list[Datum]:
 
 
 def trainer_for(family: str, checkpointed: bool = False) -> tuple[GRPOTrainer, nn.Module]:
-    settings = unclipped(gradient_checkpointing=checkpointed, micro_batch_tokens=1000)
-    settings = changed(settings, loss=changed(settings.loss, algorithm=Algorithm.GRPO, kl_coef=0.0))
+    settings = unclipped(
+        gradient_checkpointing=checkpointed,
+        micro_batch_tokens=1000,
+        loss=loss_config(algorithm=Algorithm.GRPO, kl_coef=0.0),
+    )
     return make_trainer(settings, family, lora_of(family))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from configs import changed
-from trainers import SETTINGS, learn, leaves, make_policy, make_trainer, samples
+from trainers import SETTINGS, finish, learn, leaves, make_policy, make_trainer, samples
 
 from mlx_parallm.config import Algorithm, ResolvedTraining
 from mlx_parallm.train.policy import PolicySnapshot
@@ -92,8 +92,7 @@ def test_a_step_that_a_client_asks_for_is_not_moved_back() -> None:
         policy = make_policy(trainer)
         trainer.accumulate(policy, samples(), settings.loss)
         step = trainer.step(policy, settings.optimizer)
-        while trainer.waits():
-            trainer.advance()
+        finish(trainer)
         assert step.result(timeout=0).metrics["step_scale"] == 1.0
         ends.append(leaves(policy))
     assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])

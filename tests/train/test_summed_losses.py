@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from trainers import VOCABULARY, Recorder, assert_close, everywhere, make_policy, make_trainer, unclipped
+from trainers import VOCABULARY, Recorder, assert_close, everywhere, finish, make_policy, make_trainer, unclipped
 
 from mlx_parallm.core.summed import SummedLoss, TargetedTokens, TokenLoss
 from mlx_parallm.train.policy import Policy
@@ -68,12 +68,6 @@ def rig() -> tuple[GRPOTrainer, Any, Policy]:
     return trainer, model, make_policy(trainer, moved=0.05)
 
 
-def finish(trainer: GRPOTrainer, future: Any) -> Any:
-    while trainer.waits():
-        trainer.advance()
-    return future.result(timeout=0)
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 def test_value_and_gradient_are_those_of_the_formula(rig: Any, loss: SummedLoss) -> None:
     trainer, model, policy = rig
@@ -93,7 +87,7 @@ def test_value_and_gradient_are_those_of_the_formula(rig: Any, loss: SummedLoss)
     places = [scored_positions(each) for each in given]
     drawn = [datum_of(each, at) for each, at in zip(given, places, strict=True)]
     recorder = Recorder(policy)
-    added = finish(trainer, trainer.accumulate(recorder, drawn, resolved_loss(loss), TOTALS, returns_logprobs=True))
+    (added,) = finish(trainer, trainer.accumulate(recorder, drawn, resolved_loss(loss), TOTALS, returns_logprobs=True))
     finish(trainer, trainer.step(recorder, trainer.config.optimizer))
     assert_close(recorder.seen, want, 1e-4)
     for got, at, logp in zip(added.logprobs, places, logprobs, strict=True):
@@ -125,7 +119,7 @@ def test_every_logprob_can_be_asked_for(rig: Any) -> None:
     trainer, model, policy = rig
     given = sequences()
     drawn = [datum_of(each, range(len(each.token_ids))) for each in given]
-    logprobs = finish(trainer, trainer.logprobs(policy, drawn))
+    (logprobs,) = finish(trainer, trainer.logprobs(policy, drawn))
     for each, got in zip(given, logprobs, strict=True):
         np.testing.assert_allclose(got, np.array(plain(trainer, model, each, policy.params, policy.scale)), atol=1e-5)
 

@@ -25,10 +25,12 @@ from trainers import (
     SETTINGS,
     SINGLE,
     assert_close,
+    assert_plain_logprobs,
+    finish,
     gradients,
     learn,
+    learning,
     leaves,
-    logprobs,
     lora_of,
     make_policy,
     make_trainer,
@@ -62,13 +64,7 @@ def test_logprobs_are_those_of_the_served_model(family: str, checkpointed: bool)
     """The prompt computed once, padding, position picking, head and fused cross-entropy, against plain forwards."""
     trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family, lora_of(family))
     policy = make_policy(trainer, moved=0.05)
-    drawn = [with_temperature(sample, 0.7) for sample in samples()]
-    batch = packed(drawn)
-    logp = logprobs(trainer, batch, policy.params, policy.scale)
-    got = batch.padded(logp)
-    for row, sample in enumerate(drawn):
-        want = plain_logprobs(trainer, model, policy.params, sample)
-        assert got[row, : len(want)].tolist() == pytest.approx(want, abs=NEAR)
+    assert_plain_logprobs(trainer, model, policy, [with_temperature(sample, 0.7) for sample in samples()])
 
 
 def test_the_reference_is_the_model_without_an_adapter() -> None:
@@ -97,8 +93,7 @@ def test_serving_is_untouched_by_a_trainer() -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: bool) -> None:
     """−Σ A logπ / ΣT of plain forwards, differentiated by MLX itself through every logit."""
-    settings = unclipped(gradient_checkpointing=checkpointed)
-    settings = changed(settings, loss=changed(settings.loss, algorithm=Algorithm.CROSS_ENTROPY))
+    settings = unclipped(gradient_checkpointing=checkpointed, loss=loss_config(algorithm=Algorithm.CROSS_ENTROPY))
     trainer, model = make_trainer(settings, family, lora_of(family))
     policy = make_policy(trainer, moved=0.05)
     drawn = samples(4)
@@ -108,8 +103,7 @@ def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: 
 
 def test_entropy_gradients_equal_finite_differences() -> None:
     """Of the fused entropy term, along the gradient itself."""
-    settings = unclipped()
-    settings = changed(settings, loss=changed(settings.loss, entropy_coef=1.0, algorithm=Algorithm.DAPO))
+    settings = unclipped(loss=loss_config(entropy_coef=1.0, algorithm=Algorithm.DAPO))
     trainer, _ = make_trainer(settings)
     policy = make_policy(trainer, moved=0.3)
     drawn = [with_advantage(sample, 0.0) for sample in samples(4)]
@@ -148,11 +142,8 @@ def test_only_completion_tokens_are_trained_and_the_last_one_is() -> None:
 
 @pytest.mark.parametrize("algorithm", SINGLE)
 def test_gradients_do_not_depend_on_how_the_update_is_split(algorithm: Algorithm) -> None:
-    settings = unclipped()
-    settings = changed(settings, loss=changed(settings.loss, algorithm=algorithm, clip_low=0.5, clip_high=0.5))
-    whole, model = make_trainer(changed(settings, micro_batch_tokens=10_000))
-    policy = make_policy(whole, moved=0.05)
-    drawn = with_logprobs(whole, model, policy, samples(7, groups=3))
+    settings = unclipped(loss=loss_config(algorithm=algorithm, clip_low=0.5, clip_high=0.5))
+    whole, _, policy, drawn = learning(samples(7, groups=3), changed(settings, micro_batch_tokens=10_000))
     want = gradients(whole, policy, drawn)
     for most in (1, 30):
         split, _ = make_trainer(changed(settings, micro_batch_tokens=most))
@@ -190,9 +181,7 @@ def kl(pairs) -> float:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_kl_to_the_base_is_that_of_the_policy_before_the_step(known: bool) -> None:
-    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=1000))
-    policy = make_policy(trainer, moved=0.05)
-    drawn = with_logprobs(trainer, model, policy, samples(8))
+    trainer, model, policy, drawn = learning(samples(8), changed(SETTINGS, micro_batch_tokens=1000))
     expected = kl((drawn_logprobs(s), plain_logprobs(trainer, model, None, s)) for s in drawn)
     if not known:
         drawn = [replace(sample, sampling_logprobs=()) for sample in drawn]
@@ -205,9 +194,9 @@ def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split(
 ) -> None:
     """Over all seeds (the step's number) the mean is that of all tokens, though each update looks at a part of them."""
     monkeypatch.setattr("mlx_parallm.train.accumulation._KL_TOKENS", 1)
-    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=micro_batch_tokens))
-    policy = make_policy(trainer, moved=0.3)
-    drawn = with_logprobs(trainer, model, policy, samples(24, groups=6))
+    trainer, model, policy, drawn = learning(
+        samples(24, groups=6), changed(SETTINGS, micro_batch_tokens=micro_batch_tokens), moved=0.3
+    )
     pairs = [(drawn_logprobs(s), plain_logprobs(trainer, model, None, s)) for s in drawn]
     of_sample = {id(s): kl([pair]) for s, pair in zip(drawn, pairs, strict=True)}
 
@@ -225,9 +214,7 @@ def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split(
 
 
 def test_after_an_update_the_stored_logprobs_no_longer_match_and_with_the_old_version_they_do() -> None:
-    trainer, model = make_trainer()
-    policy = make_policy(trainer, moved=0.05)
-    drawn = with_logprobs(trainer, model, policy, samples())
+    trainer, model, policy, drawn = learning(samples())
     old = policy.params
     learn(trainer, policy, drawn)
     for sample in drawn:
@@ -237,9 +224,7 @@ def test_after_an_update_the_stored_logprobs_no_longer_match_and_with_the_old_ve
 
 
 def test_an_update_makes_good_samples_likelier_and_bad_ones_less_likely() -> None:
-    trainer, model = make_trainer()
-    policy = make_policy(trainer)
-    drawn = with_logprobs(trainer, model, policy, samples())
+    trainer, model, policy, drawn = learning(samples(), moved=0.0)
     for _ in range(5):
         learn(trainer, policy, drawn)
     for sample in drawn:
@@ -299,9 +284,7 @@ def test_a_batch_with_part_of_its_signal_makes_as_much_smaller_a_step() -> None:
         trainer, _ = make_trainer(unclipped())
         policy = make_policy(trainer, moved=0.05)
         before = leaves(policy)
-        trainer.begin(policy, UpdateBatch(tuple(samples()), step_scale=scale))
-        while trainer.waits():
-            trainer.advance()
+        finish(trainer, trainer.begin(policy, UpdateBatch(tuple(samples()), step_scale=scale)))
         moved[scale] = np.concatenate([(leaf - before[name]).ravel() for name, leaf in leaves(policy).items()])
         state = snapshot(policy).optimizer
         means[scale] = np.concatenate([leaf.ravel() for name, leaf in state.items() if name.endswith(".m")])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from configs import changed
 from mlx.utils import tree_flatten
-from trainers import LORA, SETTINGS, learn, make_policy, make_trainer, samples
+from trainers import LORA, SETTINGS, finish, learn, make_policy, make_trainer, samples
 
 from mlx_parallm.config import ModelConfig, ResolvedTraining
 from mlx_parallm.errors import StepFailedError
@@ -33,12 +33,6 @@ SET = 4 * 8 * 64 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 256))
 
 def large(settings: ResolvedTraining = LARGE, lora: ModelConfig = WIDE) -> GRPOTrainer:
     return make_trainer(settings, lora=lora, **SMALL_STEP)[0]
-
-
-def advance_to_the_end(trainer: GRPOTrainer) -> None:
-    """One unit may hold several micro-steps, so their number is not known."""
-    while trainer.waits():
-        trainer.advance()
 
 
 def active() -> int:
@@ -156,7 +150,7 @@ def test_an_update_that_failed_counts_no_more(monkeypatch: pytest.MonkeyPatch) -
     of_micro_steps = [trainer._forwards.gradients, lambda parts: 1 / 0]  # the first succeeds, the second fails
     monkeypatch.setattr(trainer._forwards, "gradients", lambda parts: of_micro_steps.pop(0)(parts))
     with pytest.raises(ZeroDivisionError):
-        advance_to_the_end(trainer)
+        finish(trainer)
     trainer.reset()
     assert isinstance(future.exception(timeout=0), StepFailedError)
     assert trainer.bytes_held == resting
@@ -177,8 +171,7 @@ def test_callbacks_of_an_update_see_the_count_without_it() -> None:
         trainer.begin(policy, UpdateBatch(tuple(samples()))).add_done_callback(again)
 
     begin()
-    while trainer.waits():
-        trainer.advance()
+    finish(trainer)
     assert seen == [resting, resting]
     assert trainer.bytes_held == resting
 

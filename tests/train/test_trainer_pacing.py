@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from configs import changed, limited
-from trainers import SETTINGS, leaves, make_policy, make_trainer, samples, snapshot
+from trainers import SETTINGS, finish, leaves, make_policy, make_trainer, samples, snapshot
 
 from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.errors import AdapterFileError, StepFailedError
@@ -90,8 +90,7 @@ def test_a_unit_that_fails_costs_its_update_wherever_it_stood(failing: int, monk
     assert trainer.bytes_held == resting
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
     futures.append(trainer.begin(policy, UpdateBatch(tuple(samples()))))
-    while trainer.waits():
-        trainer.advance()
+    finish(trainer)
     assert isinstance(futures[1].result(timeout=0), UpdateOutcome)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from configs import changed
+from configs import changed, loss_config
 from mlx.utils import tree_flatten
 from sample_parts import answer
 from trainers import (
@@ -16,17 +16,16 @@ from trainers import (
     SINGLE,
     all_buckets,
     assert_close,
+    assert_plain_logprobs,
     everywhere,
     gradients,
     learn,
-    logprobs,
+    learning,
     make_policy,
     make_trainer,
     packed,
-    plain_logprobs,
     samples,
     unclipped,
-    with_logprobs,
 )
 
 from mlx_parallm.config import Algorithm
@@ -123,13 +122,8 @@ def test_buckets_change_no_logprob(family: str, checkpointed: bool) -> None:
     trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
     policy = make_policy(trainer, moved=0.05)
     drawn = [*group((30, 1, 4, 30), number=1), *group((2, 25), (7, 8), 2)]
-    batch = packed(drawn)
+    batch = assert_plain_logprobs(trainer, model, policy, drawn)
     assert len(all_buckets(batch.branch)) > 2
-    logp = logprobs(trainer, batch, policy.params, policy.scale)
-    got = batch.padded(logp)
-    for row, sample in enumerate(drawn):
-        want = plain_logprobs(trainer, model, policy.params, sample)
-        assert got[row, : len(want)].tolist() == pytest.approx(want, abs=1e-4)
 
 
 @pytest.mark.usefixtures("attending")
@@ -158,11 +152,7 @@ def test_long_rows_attend_in_blocks_and_nothing_else_changes(
     want = gradients(trainer, policy, drawn)
     monkeypatch.setattr("mlx_parallm.train.attention.SCORES_AT_ONCE", scores)
     assert_close(gradients(trainer, policy, drawn), want, 3e-5)
-    batch = packed(drawn)
-    got = batch.padded(logprobs(trainer, batch, policy.params, policy.scale))
-    for row, sample in enumerate(drawn):
-        expected = plain_logprobs(trainer, model, policy.params, sample)
-        assert got[row, : len(expected)].tolist() == pytest.approx(expected, abs=1e-4)
+    assert_plain_logprobs(trainer, model, policy, drawn)
 
 
 @pytest.mark.slow
@@ -222,21 +212,19 @@ def episodes(seed: int = 0) -> list[Datum]:
 def test_turns_have_the_logprobs_of_a_plain_forward_over_the_joined_tokens(family: str, checkpointed: bool) -> None:
     trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
     policy = make_policy(trainer, moved=0.05)
-    drawn = episodes()
-    batch = packed(drawn)
+    batch = assert_plain_logprobs(trainer, model, policy, episodes())
     assert [branch.length for branch in batch.branch.branches] == [13]
-    got = batch.padded(logprobs(trainer, batch, policy.params, policy.scale))
-    for row, sample in enumerate(drawn):
-        want = plain_logprobs(trainer, model, policy.params, sample)
-        assert got[row, : len(want)].tolist() == pytest.approx(want, abs=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_of_turns_equal_those_of_plain_forwards(family: str, checkpointed: bool) -> None:
     """Of the sum of -weight · π/μ · advantage, differentiated by MLX itself, over one sample after the other."""
-    settings = unclipped(gradient_checkpointing=checkpointed, micro_batch_tokens=10_000)
-    settings = changed(settings, loss=changed(settings.loss, algorithm=Algorithm.IMPORTANCE_SAMPLING, ratio_cap=1e9))
+    settings = unclipped(
+        gradient_checkpointing=checkpointed,
+        micro_batch_tokens=10_000,
+        loss=loss_config(algorithm=Algorithm.IMPORTANCE_SAMPLING, ratio_cap=1e9),
+    )
     trainer, model = make_trainer(settings, family)
     policy = make_policy(trainer, moved=0.05)
     drawn = episodes()
@@ -259,10 +247,7 @@ def test_gradients_of_turns_equal_those_of_plain_forwards(family: str, checkpoin
 @pytest.mark.parametrize("algorithm", SINGLE)
 def test_sharing_turns_changes_no_gradient(algorithm: Algorithm) -> None:
     """Against one sample a micro-step."""
-    settings = unclipped(micro_batch_tokens=10_000)
-    settings = changed(settings, loss=changed(settings.loss, algorithm=algorithm, clip_low=0.9, clip_high=9.0))
-    together, model = make_trainer(settings)
-    policy = make_policy(together, moved=0.05)
-    drawn = with_logprobs(together, model, policy, [*episodes(), *(replace(s, group=1) for s in episodes(1))])
+    settings = unclipped(micro_batch_tokens=10_000, loss=loss_config(algorithm=algorithm, clip_low=0.9, clip_high=9.0))
+    together, _, policy, drawn = learning([*episodes(), *(replace(s, group=1) for s in episodes(1))], settings)
     alone, _ = make_trainer(changed(settings, micro_batch_tokens=1))
     assert_close(gradients(together, policy, drawn), gradients(alone, policy, drawn), 1e-5)

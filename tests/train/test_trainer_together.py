@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from configs import changed, limited
+from configs import changed, limited, loss_config
 from trainers import (
     SETTINGS,
     Recorder,
@@ -88,8 +88,9 @@ def trio(trainer: GRPOTrainer, model: nn.Module) -> list[tuple[str, Policy, list
 def test_gradients_and_figures_are_those_of_one_after_the_other(
     family: str, algorithm: Algorithm, kl_coef: float, checkpointed: bool
 ) -> None:
-    settings = unclipped(ROOM, gradient_checkpointing=checkpointed)
-    settings = changed(settings, loss=changed(settings.loss, algorithm=algorithm, kl_coef=kl_coef))
+    settings = unclipped(
+        ROOM, gradient_checkpointing=checkpointed, loss=loss_config(algorithm=algorithm, kl_coef=kl_coef)
+    )
     trainer, model = make_trainer(settings, family)
     jobs = trio(trainer, model)
     want = [gradients(trainer, policy, drawn) for _, policy, drawn in jobs]
@@ -295,8 +296,7 @@ def test_micro_steps_come_between_the_parts_of_other_work() -> None:
         return len(parts)
 
     asked = trainer.run(other())
-    while trainer.waits():
-        trainer.advance()
+    finish(trainer)
     assert asked.result(timeout=0) == 200
     assert update.result(timeout=0).step == 1
     assert parts[0] is False, "it does not wait for the whole update"
@@ -311,8 +311,7 @@ def test_other_work_that_cannot_go_on_says_so_and_costs_nobody_else() -> None:
         raise TrainingFailedError("not finite")
 
     failed, scored = trainer.run(other()), trainer.logprobs(None, samples(2))
-    while trainer.waits():
-        trainer.advance()
+    finish(trainer)
     with pytest.raises(TrainingFailedError, match="not finite"):
         failed.result(timeout=0)
     assert len(scored.result(timeout=0)) == 2
