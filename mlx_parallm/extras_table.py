@@ -6,8 +6,9 @@ imported when they are asked for:
 routes       modules with routes of the server
 served_if    (backend) -> bool: whether this server has these routes
 metrics      (backend) -> Iterator[Metric]: those that each scrape reads
-install      (training): adds to what trains. Requests find what it returns by the name of the extra (`Backend.extra`)
-serve        (config, served, training): the same in a server, whose training has not started
+install      (training): adds to what trains, in every process that trains. Requests find what it returns, if that is
+             not None, by the name of the extra (`Backend.extra`)
+serve        (config, served, training): the same in a server, after that, and before training starts
 kept         (run, adapter) -> Iterator[KeptPart]: what it keeps of an adapter in the folder of a run
 forget       (run, adapter): removes that
 

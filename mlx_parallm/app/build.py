@@ -183,7 +183,8 @@ class RunningEngine:
             self.load_seconds = time.monotonic() - started
             assert self._served is not None
             if (service := self._served.training) is not None:
-                service.extras |= {extra: install(service) for extra, install in hooks("install")}
+                offered = {extra: install(service) for extra, install in hooks("install")}
+                service.extras |= {extra: found for extra, found in offered.items() if found is not None}
             if self.shared.run is not None and training:
                 self._record = self._begin_record(self.shared.run, self._served)
         except BaseException:  # an interrupt too: the folder must not stay locked

@@ -229,7 +229,7 @@ class IntegratedServer:
                 self._served = await asyncio.to_thread(self._engine.start)
                 if (training := self._served.training) is not None:
                     offered = {extra: serve(self._config, self._served, training) for extra, serve in hooks("serve")}
-                    training.extras |= offered
+                    training.extras |= {extra: found for extra, found in offered.items() if found is not None}
             return self._served
 
     async def _stop(self) -> None:

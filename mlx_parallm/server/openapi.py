@@ -126,6 +126,7 @@ def _complete(operation: dict[str, Any], route: Endpoint, strict_fields: bool) -
     bodies = (getattr(each.call, "body", None) for each in route.dependant.dependencies)
     body = next((body for body in bodies if body is not None), None)
     if body is None:
+        assert not route.examples, f"{route.path} has example bodies, and no body"
         return {}
     operation["requestBody"], definitions = _request_body(body, route, strict_fields)
     return definitions

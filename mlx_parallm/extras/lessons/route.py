@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from mlx_parallm.extras.lessons.cards import LessonCard, LessonRule, LessonSpec, RuleKind
 from mlx_parallm.server.access import Role
+from mlx_parallm.server.api.bodies import MAX_TEMPERATURE
 from mlx_parallm.server.api.fields import WireInput, WireOutput, refused
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import MAX_ADAPTER_NAME, adapter_named_by
@@ -85,7 +86,7 @@ class LessonBody(WireInput):
     """Updates after which the lesson ends. By default, it goes on until it is stopped, is learnt, or cannot be."""
     group_size: Annotated[int, Field(ge=2, le=MAX_GROUP)] = 8
     """Answers to each prompt that are compared with each other."""
-    temperature: Annotated[float, Field(ge=0.1, le=2)] = 0.8
+    temperature: Annotated[float, Field(ge=0.1, le=MAX_TEMPERATURE)] = 0.8
     """Temperature at which they are drawn. A higher one tries more, and small models then write nonsense."""
     learning_rate: Annotated[float, Field(gt=0, le=0.1)] = 1e-3
     """Learning rate of the lesson's updates."""

@@ -25,7 +25,7 @@ from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ContextLengthError, InvalidRequestError
 from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.server.access import Role
-from mlx_parallm.server.api.bodies import MAX_EPISODE_ID, MIN_COLLECTED_TEMPERATURE
+from mlx_parallm.server.api.bodies import MAX_EPISODE_ID, MAX_TEMPERATURE, MIN_COLLECTED_TEMPERATURE
 from mlx_parallm.server.api.fields import MAX_NAME, Name, NonEmptyTokenIds, WireInput, refused
 from mlx_parallm.server.body import json_body
 from mlx_parallm.server.request import adapter_named_by, check_ids
@@ -97,7 +97,7 @@ class GivenTrajectoryBody(WireInput):
     lora_version: str | None = None
     """The adapter version that sampled the completion, such as `math@3` or `base`. It is refused unless training
     continued from it and it is at most `max_staleness` versions old. The default: the trajectory counts as new."""
-    temperature: Annotated[float, Field(ge=MIN_COLLECTED_TEMPERATURE, le=2)] = 1.0
+    temperature: Annotated[float, Field(ge=MIN_COLLECTED_TEMPERATURE, le=MAX_TEMPERATURE)] = 1.0
     """The temperature of sampling."""
 
     @model_validator(mode="after")
