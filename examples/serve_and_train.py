@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 async def main(*model: str) -> None:
     server = RLIntegratedServer(*model, lora_config=LoRAConfig(rank=8), rl_config=RLConfig(learning_rate=3e-4))
     async with server.session() as served:
-        training = served.training.service
+        training = served.training
         prompt = tuple(served.tokenizer.apply_chat_template(QUESTION))
         request = GenerationRequest("", (prompt,), SamplingParams(), StopParams(24), n=8, collection=CollectionSpec())
         for step in range(5):

@@ -65,10 +65,14 @@ class LinearGroup:
         assert not self._experts or all(spec.out_features == self.width for spec in specs)  # one tile for each linear
         self._in_features = specs[0].in_features
         self._dtype = dtype
-        self.clear()
+        self._make_empty()
 
     def clear(self) -> None:
         """Frees the arrays."""
+        self._make_empty()
+
+    def _make_empty(self) -> None:
+        """What `clear` does here; several ranks make a group each for itself, and clear it together."""
         self.places: dict[str, int] = {}
         self.tiles: list[slice] = []
         self.places_of_tiles: tuple[int, ...] = ()
