@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 _QUOTES = '"""'
-_HELP = f"""\
+HELP = f"""\
 /adapter NAME [NAME]  go on with this adapter, or with two side by side; "base" is the base model
 /system TEXT          the system message; without TEXT: none
 /set NAME VALUE       a field of the requests, such as temperature, top_p, max_tokens or seed
@@ -152,7 +152,7 @@ class AdapterChat:
             "good": lambda _: self._reward(1.0),
             "bad": lambda _: self._reward(0.0),
             "save": self._save,
-            "help": lambda _: self._print(_HELP),
+            "help": lambda _: self._print(HELP),
         }
 
     def run(self) -> None:

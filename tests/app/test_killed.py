@@ -55,7 +55,7 @@ def given(number: int) -> list[GivenTrajectory]:
 
 
 async def digest(training: TrainingService) -> str:
-    weights = (await training.learner.snapshot(training.learner.state("default"))).weights
+    weights = (await training.parts.learner.snapshot(training.parts.learner.state("default"))).weights
     content = b"".join(
         np.ascontiguousarray(leaf).tobytes()
         for name in sorted(weights.pairs)

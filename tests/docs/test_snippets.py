@@ -11,6 +11,7 @@ import pytest
 from docs.following import Reader
 from docs.pages import PAGES, blocks_of, spans_of, table_of
 
+from mlx_parallm.cli.chat import HELP
 from mlx_parallm.server.app import openapi_document
 
 pytestmark = pytest.mark.ci
@@ -35,7 +36,7 @@ def test_page(page: str, reader: Reader) -> None:
 
 
 def test_routes_exist() -> None:
-    known = {*openapi_document()["paths"], "/docs", "/openapi.json"}
+    known = {*openapi_document()["paths"], "/docs", "/openapi.json", *re.findall(r"/\w+", HELP)}
     named = {(place, match[1]) for page in PAGES for place, text in spans_of(page) if (match := _ROUTE.fullmatch(text))}
     missing = [f"{place}: {route}" for place, route in sorted(named) if route not in known]
     assert not missing
