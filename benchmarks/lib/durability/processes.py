@@ -35,8 +35,10 @@ class Letters:
 
 
 def start(command: str, run: Path, site: Path, *flags: str) -> subprocess.Popen[bytes]:
-    """A process of `mlx_parallm_serve` or `mlx_parallm_train` on the run in `run / "kept"`."""
-    code = f"import sys; from mlx_parallm.cli.main import {command}; sys.exit({command}())"
+    """A process of `mlx_parallm_serve` or `mlx_parallm_train` on the run in `run / "kept"`. It heeds SIGINT, which a
+    shell lets its background jobs, and what they start, ignore."""
+    heed = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heed}; from mlx_parallm.cli.main import {command}; sys.exit({command}())"
     argv = [sys.executable, "-c", code, *COMMON, "--checkpoint-dir", str(run / "kept"), *flags]
     path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH", ""))))
     environment = {**os.environ, **_NO_ROLLBACK, "PYTHONPATH": path}
