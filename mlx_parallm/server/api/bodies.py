@@ -289,7 +289,7 @@ FewLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS)]
 TopLogprobs = Annotated[int, Field(ge=0, le=INT32_MAX)]
 PromptLength = Annotated[int, Field(ge=-1, le=INT32_MAX, json_schema_extra={"not": {"const": 0}})]
 TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=INT32_MAX)]
-MAX_TEMPERATURE = 2.0
+MAX_TEMPERATURE = 2
 Temperature = Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)]
 TopP = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
