@@ -64,6 +64,12 @@ def hooks(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
                 yield extra, getattr(module, function)
 
 
+def offered(name: str, *parts: object) -> dict[str, Any]:
+    """Calls what takes part here with these arguments. Returns what requests may ask for, by extra."""
+    results = {extra: call(*parts) for extra, call in hooks(name)}
+    return {extra: result for extra, result in results.items() if result is not None}
+
+
 def routes(backend: Backend | None) -> Iterator[ModuleType]:
     """The modules with the routes of extras that the server of a backend has; None: those of all."""
     unwanted = {extra for extra, served_if in hooks("served_if") if backend is not None and not served_if(backend)}

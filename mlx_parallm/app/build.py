@@ -32,7 +32,7 @@ from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.machine_watch import MachineWatch
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import StorageError
-from mlx_parallm.extras_table import find, hooks, needed
+from mlx_parallm.extras_table import find, needed, offered
 from mlx_parallm.machine.processors import BlasThreads
 from mlx_parallm.model.device import MemoryLimits, device_name, on_cpu, set_limits
 from mlx_parallm.model.loading import find_model
@@ -183,8 +183,7 @@ class RunningEngine:
             self.load_seconds = time.monotonic() - started
             assert self._served is not None
             if (service := self._served.training) is not None:
-                offered = {extra: install(service) for extra, install in hooks("install")}
-                service.extras |= {extra: found for extra, found in offered.items() if found is not None}
+                service.extras |= offered("install", service)
             if self.shared.run is not None and training:
                 self._record = self._begin_record(self.shared.run, self._served)
         except BaseException:  # an interrupt too: the folder must not stay locked

@@ -12,6 +12,7 @@ from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.train.model import Recomputes, TrainableModel
 
 
@@ -38,13 +39,7 @@ class Parts:
         return BatchRunner(model, cache, bank, plan)
 
     def trainable(
-        self,
-        model: nn.Module,
-        bank: AdapterBank,
-        plan: CachePlan,
-        recomputes: Recomputes,
-        segment: int,
-        split: ModelSplit | None,
+        self, manager: SharedModelManager, bank: AdapterBank, recomputes: Recomputes, segment: int
     ) -> TrainableModel:
         """The model with gradients; see `TrainableModel`."""
-        return TrainableModel(model, bank, plan, recomputes, segment)
+        return TrainableModel(manager.model, bank, manager.plan, recomputes, segment)

@@ -25,7 +25,7 @@ from mlx_parallm.app.build import (
 from mlx_parallm.app.checks import check_http
 from mlx_parallm.app.models import BaseSet, build_base_set
 from mlx_parallm.config import Config, LoRAConfig, RLConfig, configure
-from mlx_parallm.extras_table import hooks, needed
+from mlx_parallm.extras_table import needed, offered
 from mlx_parallm.rl.deletion import Deletion
 from mlx_parallm.rl.environments import Environment
 from mlx_parallm.rl.rollouts.server import ServerRollouts, environment_of
@@ -228,8 +228,7 @@ class IntegratedServer:
                 self._environment = await asyncio.to_thread(environment_of, self._config)
                 self._served = await asyncio.to_thread(self._engine.start)
                 if (training := self._served.training) is not None:
-                    offered = {extra: serve(self._config, self._served, training) for extra, serve in hooks("serve")}
-                    training.extras |= {extra: found for extra, found in offered.items() if found is not None}
+                    training.extras |= offered("serve", self._config, self._served, training)
             return self._served
 
     async def _stop(self) -> None:

@@ -110,7 +110,7 @@ def trainable(
             return checkpointing
         return not replace(footprint, head_rank=head_rank).fits(tokens, context, False, memory)
 
-    found = parts.trainable(manager.model, bank, manager.plan, recomputes, footprint.segment, manager.split)
+    found = parts.trainable(manager, bank, recomputes, footprint.segment)
     if manager.split is None and (untried_packages() or not manager.family.tested):
         verdict = kept_verdict(manager)
         known = gradients(found, manager.model, manager.plan.vocab_size) if verdict is None else verdict.of("gradients")

@@ -262,7 +262,7 @@ class Guard:
             await (WebSocketClose() if scope["type"] == "websocket" else self._app)(scope, receive, send)
             return
         try:
-            access, app = needed(self._routes, scope), self._app
+            access, app = access_of(self._routes, scope), self._app
         except (UnknownRouteError, MethodError) as error:
             access, app = Access(Role.INFERENCE), error_response(error)
         try:
@@ -306,7 +306,7 @@ class Guard:
         return self._sessions.key_of(headers) if from_own_page(scope, headers) else None
 
 
-def needed(routes: Iterable[BaseRoute], scope: Scope) -> Access:
+def access_of(routes: Iterable[BaseRoute], scope: Scope) -> Access:
     """What a request needs of a key: that of the first route that matches it, which is the one that the router runs.
 
     Args:

@@ -22,6 +22,7 @@ from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import CachePlan
 from mlx_parallm.model.layer_state import KVLayout
+from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.train.model import Recomputes, TrainableModel
 
 
@@ -60,14 +61,8 @@ class LeadingParts(Parts):
         return LeadingRunner(model, cache, bank, plan, self.followers)
 
     def trainable(
-        self,
-        model: nn.Module,
-        bank: AdapterBank,
-        plan: CachePlan,
-        recomputes: Recomputes,
-        segment: int,
-        split: ModelSplit | None,
+        self, manager: SharedModelManager, bank: AdapterBank, recomputes: Recomputes, segment: int
     ) -> TrainableModel:
         """See `Parts.trainable`."""
-        assert split is not None
-        return LeadingTrainableModel(model, bank, plan, recomputes, split, self.followers)
+        assert manager.split is not None
+        return LeadingTrainableModel(manager.model, bank, manager.plan, recomputes, manager.split, self.followers)
