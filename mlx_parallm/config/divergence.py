@@ -50,7 +50,7 @@ class KlStepLimit(Section):
 
 
 class RatioLimit(Section):
-    """How far the policy has moved since it drew the samples of the update."""
+    """How far the policy has moved since the samples of the update."""
 
     limit: Number | None = Field(default=2.0, gt=1)
     """Largest mean policy ratio over the trained tokens; the mean must not be below 1 / limit either. It is 1 for

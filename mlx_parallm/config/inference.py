@@ -12,7 +12,7 @@ from mlx_parallm.config.types import ApiKey, Flag, Folder, Number, Section, Text
 
 
 class EngineKind(StrEnum):
-    """The inference engines that a training run can draw samples from."""
+    """The inference engines that a training run can take samples from."""
 
     SHARED = "shared"
     OPENAI = "openai"

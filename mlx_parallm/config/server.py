@@ -245,7 +245,7 @@ class ServerConfig(Section):
         LogprobsMode.RAW
     )
     """What the logprobs of generated tokens are of. raw_logprobs: the model itself. processed_logprobs: the
-    distribution that drew the token, after penalties, bias, temperature and filters, as programs for reinforcement
+    distribution that sampled the token, after penalties, bias, temperature and filters, as programs for reinforcement
     learning need it. The logprobs of collected trajectories are always of that distribution.
     """
     generation_config: Annotated[

@@ -95,7 +95,7 @@ class PeopleConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """Tasks are drawn by what the last tasks of their level taught, so that those too easy or too hard are rare."""
+    """Tasks are sampled by what the last tasks of their level taught, so that those too easy or too hard are rare."""
 
     enabled: Annotated[bool, Flag("--curriculum")] = False
     """Draw the tasks of rl_training.environment by how often their levels teach something. A task's level is the column
@@ -103,8 +103,8 @@ class CurriculumConfig(Section):
     order.
     """
     floor: Number = Field(default=0.2, ge=0, le=1)
-    """Share of the tasks that is drawn from all levels as often as the environment has them, whatever they teach. 1
-    draws all tasks so.
+    """Share of the tasks that is sampled from all levels as often as the environment has them, whatever they teach. 1
+    samples all tasks so.
     """
     memory: Integer = Field(default=10, ge=1)
     """Number of the last tasks of a level that count. Older ones are forgotten exponentially."""
@@ -330,7 +330,7 @@ class RLTrainingConfig(Section):
     """Temperature at which mlx_parallm_train, or a server by itself, samples. Its samples are trained on at the same
     temperature."""
     server_rollouts: Annotated[bool, Flag("--server-rollouts", only=SERVE)] = True
-    """Whether a server that trains on `environment` draws rollouts of its tasks by itself, beside requests. false: it
+    """Whether a server that trains on `environment` samples rollouts of its tasks by itself, beside requests. false: it
     only looks up the answers that requests leave out.
     """
     rollout_group_size: Annotated[Integer, Flag("--rollout-group-size", "N", only=SERVE)] = Field(default=8, ge=2)
@@ -342,9 +342,9 @@ class RLTrainingConfig(Section):
     answers. An episode that takes longer is dropped.
     """
     draw_ahead_after_s: Number | None = Field(default=0.5, gt=0)
-    """Time in seconds after the last answer was drawn, after which the rollouts of the next update are drawn while
+    """Time in seconds after the last answer was sampled, after which the rollouts of the next update are sampled while
     those of this one wait for rewards or for the tools of their episodes. They are trained on one version later. null
-    means never: drawing and waiting take turns.
+    means never: sampling and waiting take turns.
     """
     system_prompt: Annotated[Text | None, Flag("--system-prompt", "TEXT_OR_@FILE", short_in=TRAIN)] = None
     """System message of the tasks of the environment and of evaluations: a text, or @FILE for the text of a file. A
@@ -397,7 +397,7 @@ class RLTrainingConfig(Section):
     environment: Annotated[Text | None, Flag("--environment", "FILE_OR_NAME", common=True)] = None
     """A JSONL or parquet file of tasks, or the id of a hub data set with such a file. mlx_parallm_train trains on them,
     or on reasoning_gym:<task>, verifiers:<id>, the built-in words, hints and calculator, FILE.py:NAME, or an
-    environment of another package. A server that trains draws rollouts of them by itself, unless server_rollouts is
+    environment of another package. A server that trains samples rollouts of them by itself, unless server_rollouts is
     false, and looks up the answers that requests leave out.
     """
     reward: Annotated[Text | None, Flag("--reward", "FILE.py:NAME", common=True)] = None

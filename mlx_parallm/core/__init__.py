@@ -9,7 +9,7 @@ Glossary:
     row: a live sequence's keys and values in the KV pool, and its place in the batch.
     block: the keys and values of 64 consecutive tokens of a row. Rows share full blocks by reference.
     prefix cache: blocks that are kept for later prompts that begin with the same tokens.
-    prefill, decode: computing a prompt's keys and values, in chunks; drawing one token for each row.
+    prefill, decode: computing a prompt's keys and values, in chunks; sampling one token for each row.
     unit: one uninterrupted piece of work on the device thread: a forward pass, staging, or a part of a training
         micro-step.
     forward unit, step: one forward pass over decode rows, of one token each, and chunks of prompts; one that has decode
@@ -19,9 +19,9 @@ Glossary:
     staging: copying a version's weights into a slot.
     publish: making a version the live one, which the name without a version means.
     lease, pin: keeps a version until the request that uses it ends; keeps a slot until the row that uses it ends.
-    rollout, trajectory: a sequence drawn as training data; its tokens, logprobs and reward.
+    rollout, trajectory: a sequence sampled as training data; its tokens, logprobs and reward.
     group, advantage: the trajectories of one prompt; the result of comparing one's reward with the others'.
-    behaviour policy: the distribution that drew a token. Its logprobs are `sampling_logprobs`; the trainer's are
+    behaviour policy: the distribution that sampled a token. Its logprobs are `sampling_logprobs`; the trainer's are
         `trainer_logprobs`.
     staleness: the number of versions between the behaviour policy and the policy in training.
     micro-step, update: one micro-batch forward and backward; one optimizer step.

@@ -86,7 +86,7 @@ class GrammarState(Protocol):
         """
 
     def accept(self, token: int) -> None:
-        """Advances by the token that was drawn.
+        """Advances by the token that was sampled.
 
         Raises:
             GrammarError: the token is not allowed here, or a limit was reached.

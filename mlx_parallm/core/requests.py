@@ -46,14 +46,14 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one row draws its tokens. The default value of a parameter turns its stage off.
+    """How one row samples its tokens. The default value of a parameter turns its stage off.
 
     The stages run in vLLM's order: penalties, logit_bias, temperature, top_k, top_p, min_p. `temperature` 0 is greedy
     (argmax after penalties and bias). `seed` is the key of a counter-based generator, so equal seeds give equal tokens
     in any batch.
 
-    `allowed_tokens` is a bit mask of the tokens that may be drawn: bit `id % 8` of byte `id // 8`; empty means all.
-    `bad_words` are token sequences that are not written: after the beginning of one, its last token is not drawn.
+    `allowed_tokens` is a bit mask of the tokens that may be sampled: bit `id % 8` of byte `id // 8`; empty means all.
+    `bad_words` are token sequences that are not written: after the beginning of one, its last token is not sampled.
     """
 
     temperature: float = 1.0
@@ -68,10 +68,10 @@ class SamplingParams:
     allowed_tokens: bytes = b""
     bad_words: tuple[tuple[int, ...], ...] = ()
     top_logprobs: int | None = None
-    """None: no logprobs. k >= 0: logprobs of the drawn token and of the k best tokens."""
+    """None: no logprobs. k >= 0: logprobs of the sampled token and of the k best tokens."""
     processed_logprobs: bool = False
-    """Whether these are logprobs of the distribution that draws the tokens, and not of the raw model. Greedy rows have
-    those of the model after penalties and bias, at temperature 1."""
+    """Whether these are logprobs of the distribution that samples the tokens, and not of the raw model. Greedy rows
+    have those of the model after penalties and bias, at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class GenerationRequest:
         grammar: each sequence's text must follow it. A sequence ends when the grammar allows no further token.
         visible_specials: ids of special tokens that appear in the text. Other special tokens add no text.
         cache_salt: the prefix cache gives a request only what requests with an equal salt computed.
-        pooling: each prompt gets one vector of its hidden states, and no token is drawn. None: tokens are drawn.
+        pooling: each prompt gets one vector of its hidden states, and no token is sampled. None: tokens are sampled.
         key: the name of the API key that sent it. The scheduler is fair between keys.
         base: the name of the base model, which must be loaded. Empty: the first one.
         whole: nobody reads an event before the last one, so the request may begin anew on another node meanwhile.
@@ -278,9 +278,9 @@ class SequenceOutput:
         text: empty while a UTF-8 character or a possible stop string is incomplete. The final text is all texts joined.
         logprobs: one for each of `token_ids` if requested, else empty.
         finish_reason: set on the sequence's last output only.
-        stop_reason: the stop string that matched, or the token of `stop_token_ids` that was drawn, if one was.
+        stop_reason: the stop string that matched, or the token of `stop_token_ids` that was sampled, if one was.
         sampling_logprobs: if the request is collected, the logprob (fp32, nats) of each of `token_ids` under the
-            distribution that drew it; else empty.
+            distribution that sampled it; else empty.
     """
 
     index: int

@@ -1,11 +1,11 @@
 """Prompts of later turns, which continue the tokens of an earlier turn exactly.
 
-    earlier turn   its prompt ──────────────── drawn
+    earlier turn   its prompt ──────────────── sampled
     this turn      the same messages ───────── the answer ──── new messages ──── beginning of the answer
     its prompt     the earlier turn's tokens ─────── closer ── tokens of what is new
 
-Encoding the answer's text again could give other tokens than those that were drawn, and then the two turns could not be
-one sample.
+Encoding the answer's text again could give other tokens than those that were sampled, and then the two turns could not
+be one sample.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def continued(
     """The prompt of a turn that continues an earlier one.
 
     Args:
-        tokens: of the earlier turn, its prompt and its answer, as they were drawn.
+        tokens: of the earlier turn, its prompt and its answer, as they were sampled.
         drawn: how many of them are the answer's.
         history: what the chat template makes of the messages up to the answer, without a generation prompt.
         rendered: what it makes of all messages.

@@ -31,10 +31,10 @@ from mlx_parallm.model.device import MemoryLimits
 class Counters:
     """Totals since the engine started.
 
-    `steps`: forward units that drew tokens. `prefilled_tokens`: tokens computed in chunks of prompts. Tokens taken from
-    another row or from the prefix cache do not count; tokens computed again after a preemption do. `training_units` and
-    `device_seconds.training` include failed units of training. `drafted`, `accepted`: tokens of drafts that were
-    computed, and those of them that were right, by `Source`.
+    `steps`: forward units that sampled tokens. `prefilled_tokens`: tokens computed in chunks of prompts. Tokens taken
+    from another row or from the prefix cache do not count; tokens computed again after a preemption do.
+    `training_units` and `device_seconds.training` include failed units of training. `drafted`, `accepted`: tokens of
+    drafts that were computed, and those of them that were right, by `Source`.
     """
 
     steps: int = 0

@@ -257,8 +257,8 @@ class _AfterReasoningState:
 
 @dataclass(frozen=True, slots=True)
 class FreeText:
-    """Implements `core.Grammar`: any text, whose reasoning has at most `budget` tokens. A text that has fewer is drawn
-    as if it had no bound, so it may also end inside its reasoning.
+    """Implements `core.Grammar`: any text, whose reasoning has at most `budget` tokens. A text that has fewer is
+    sampled as if it had no bound, so it may also end inside its reasoning.
 
     Args:
         tokenizer: of a model that marks its reasoning.

@@ -53,7 +53,7 @@ class GroupRow:
     adapter: str
     """The adapter that it trains."""
     versions: Sequence[AdapterText] = field(metadata=sent_as("lora_versions"))
-    """The versions that drew its answers; empty if they are unknown."""
+    """The versions that sampled its answers; empty if they are unknown."""
     samples: int
     """Number of its answers, or of its episodes."""
     reward: Figure | None

@@ -39,7 +39,7 @@ class SourceReport:
     __pydantic_config__ = ANSWER
 
     source: str
-    """`scorers`; `environments`, which reward what they draw; `feedback` in time; `late_feedback`; `preferences`;
+    """`scorers`; `environments`, which reward what they sample; `feedback` in time; `late_feedback`; `preferences`;
     `corrections`; or `unrated`: answers that wait, or waited, for feedback."""
     arrived: int = 0
     """Answers, episodes or edits that came. A preference counts as two answers."""

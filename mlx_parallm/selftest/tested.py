@@ -44,7 +44,7 @@ _ADAPTERS = 4
 
 @dataclass(slots=True)
 class TestedAnswer:
-    """What the engine drew for one prompt.
+    """What the engine sampled for one prompt.
 
     `logprobs`: of the tokens, in nats. `times`: when each token came, on `time.perf_counter`'s clock. `prompt`:
     logprobs of the prompt's tokens, if they were asked for. `cached`: prompt tokens from the prefix cache.

@@ -67,7 +67,7 @@ class Interval(WireOutput):
     seconds: float
     """Its length."""
     decode: float
-    """Seconds of device time in which tokens were drawn. A unit of work counts in the interval in which it ends."""
+    """Seconds of device time in which tokens were sampled. A unit of work counts in the interval in which it ends."""
     prefill: float
     """Seconds of device time in which prompts were computed."""
     training: float

@@ -26,7 +26,7 @@ export type Role = "inference" | "train" | "admin";
  *
  * LEARNT: nearly all of its last answers earned the whole reward. FINISHED: its updates are made. STOPPED: a client
  * has stopped it. NO_SIGNAL: the answers to each prompt were rewarded alike, so there was nothing to learn. FAILED:
- * answers could not be drawn or scored. INTERRUPTED: the process has ended.
+ * answers could not be sampled or scored. INTERRUPTED: the process has ended.
  */
 export type LessonOutcome = "learnt" | "finished" | "stopped" | "no_signal" | "failed" | "interrupted";
 /**
@@ -69,7 +69,7 @@ export type Signal2 = "rewards" | "late_feedback" | "preferences" | "corrections
 export type TrajectoryState3 = "waiting" | "scored" | "training" | "trained" | "dropped";
 
 /**
- * Made by scripts/dashboard from /openapi.json; checksum aa0f26ccd2b95c0740c15c3caa07c856.
+ * Made by scripts/dashboard from /openapi.json; checksum 03ea8b038894ca7b890ad694bb4212fc.
  */
 export interface Page {
   Answers: Answers;
@@ -708,7 +708,7 @@ export interface Interval {
    */
   seconds: number;
   /**
-   * Seconds of device time in which tokens were drawn. A unit of work counts in the interval in which it ends.
+   * Seconds of device time in which tokens were sampled. A unit of work counts in the interval in which it ends.
    */
   decode: number;
   /**
@@ -931,7 +931,7 @@ export interface LessonCard {
    */
   group_size: number;
   /**
-   * Temperature at which they are drawn.
+   * Temperature at which they are sampled.
    */
   temperature: number;
   /**
@@ -1107,7 +1107,7 @@ export interface SignalReport {
  */
 export interface SourceReport {
   /**
-   * `scorers`; `environments`, which reward what they draw; `feedback` in time; `late_feedback`; `preferences`;
+   * `scorers`; `environments`, which reward what they sample; `feedback` in time; `late_feedback`; `preferences`;
    * `corrections`; or `unrated`: answers that wait, or waited, for feedback.
    */
   source: string;
@@ -1502,7 +1502,7 @@ export interface GroupRowObject {
    */
   lora_adapter: string;
   /**
-   * The versions that drew its answers; empty if they are unknown.
+   * The versions that sampled its answers; empty if they are unknown.
    */
   lora_versions: string[];
   /**
@@ -1545,7 +1545,7 @@ export interface CollectedGroupObject {
    */
   lora_adapter: string;
   /**
-   * The versions that drew its answers; empty if they are unknown.
+   * The versions that sampled its answers; empty if they are unknown.
    */
   lora_versions: string[];
   /**
@@ -1623,7 +1623,7 @@ export interface CollectedTurnObject {
    */
   trajectory_id: string;
   /**
-   * The version that drew it; null if it is unknown.
+   * The version that sampled it; null if it is unknown.
    */
   lora_version: string | null;
   /**
@@ -1672,7 +1672,7 @@ export interface TokenObject {
    */
   text: string;
   /**
-   * Log-probability in nats when it was drawn; null if that is unknown.
+   * Log-probability in nats when it was sampled; null if that is unknown.
    */
   logprob: number | null;
   /**
@@ -1680,7 +1680,7 @@ export interface TokenObject {
    */
   advantage: number | null;
   /**
-   * It was not drawn and is not trained, such as the result of a tool.
+   * It was not sampled and is not trained, such as the result of a tool.
    */
   context?: boolean;
 }
@@ -2011,7 +2011,7 @@ export interface Bodies {
      */
     group_size?: number | null;
     /**
-     * Temperature at which they are drawn. A higher one tries more, and small models then write nonsense.
+     * Temperature at which they are sampled. A higher one tries more, and small models then write nonsense.
      */
     temperature?: number | null;
     /**

@@ -3,7 +3,7 @@
     bucket nodes          who is there; a key lives for LEASE_S after its last renewal   `members`
     bucket versions       which adapter versions there are, and which one is live        `versions`
     bucket trainer        who trains an adapter; a key lives for TRAINER_LEASE_S         `trainer`
-    stream trajectories   what was drawn for training and is not yet in a checkpoint    `trajectories`
+    stream trajectories   what was sampled for training and is not yet in a checkpoint    `trajectories`
 
 nats-py connects again by itself, for ever. What NATS does while nobody is connected is in its documentation:
 https://docs.nats.io/nats-concepts/jetstream.

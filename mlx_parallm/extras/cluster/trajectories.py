@@ -1,4 +1,4 @@
-"""The stream of a cluster's trajectories: what was drawn for training anywhere, until its trainer acknowledges it.
+"""The stream of a cluster's trajectories: what was sampled for training anywhere, until its trainer acknowledges it.
 
 send ─▶ subject trajectories.NAME, on the disk of NATS ─▶ read ─▶ acknowledge ─▶ removed
                                                            └─ comes again after ACK_S without one

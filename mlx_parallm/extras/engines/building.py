@@ -28,7 +28,7 @@ _FOLDER = ".inference"
 """Folder of a run in which adapter versions wait for an outside engine."""
 
 _PATIENCE_S = 120.0
-"""How long a run draws again while its cluster fails, in seconds: a head may be starting again."""
+"""How long a run samples again while its cluster fails, in seconds: a head may be starting again."""
 
 _TRIAL = ({"role": "user", "content": "Hello"},)
 

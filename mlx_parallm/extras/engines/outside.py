@@ -1,4 +1,4 @@
-"""OutsideEngine: draws the samples of a training run from a server of its own, while training happens here."""
+"""OutsideEngine: takes the samples of a training run from a server of its own, while training happens here."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class OutsideEngine:
         self._score = score
 
     async def open(self, adapter: AdapterRef) -> None:
-        """See `InferenceEngine.open`. Makes the server take the adapter and draw two short answers, and compares their
-        logprobs with those of the model here."""
+        """See `InferenceEngine.open`. Makes the server take the adapter and sample two short answers, and compares
+        their logprobs with those of the model here."""
         try:
             await self._api.connect()
             draw = Draw(self._trial_prompt, _TRIED_SAMPLES, _TRIED_TOKENS, temperature=1.0, seed=0)

@@ -1,4 +1,4 @@
-"""SpreadEngine: draws the samples of a training run from several engines at once."""
+"""SpreadEngine: takes the samples of a training run from several engines at once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SpreadEngine:
     another one.
 
     Args:
-        engines: each gives the events of an answer only when it has all of them, so that one that fails can be drawn
+        engines: each gives the events of an answer only when it has all of them, so that one that fails can be sampled
             again.
         patience_s: how long it tries again while all engines fail.
     """

@@ -27,14 +27,14 @@ WriteAdapter = Callable[[AdapterRef, Path, FormatName], Awaitable[None]]
 
 @dataclass(eq=False, slots=True)
 class _Loaded:
-    """A version that the server has. `users`: requests that draw with it."""
+    """A version that the server has. `users`: requests that sample with it."""
 
     adapter: SentAdapter
     users: int = 0
 
 
 class AdapterSync:
-    """Sends adapter versions to a server, each of them once: a version never changes, so a draw with one that the
+    """Sends adapter versions to a server, each of them once: a version never changes, so sampling with one that the
     server has sends nothing. Event loop's thread only.
 
     Each version gets a name and a folder of its own, so that no cache of the server can mix two versions up.

@@ -40,7 +40,7 @@ class LessonSpec:
         max_tokens: of an answer.
         updates: updates after which the lesson ends; None: it goes on until it is stopped.
         group_size: answers to each prompt that are compared with each other.
-        temperature: at which they are drawn.
+        temperature: at which they are sampled.
         learning_rate: of its updates, in place of the configured one.
     """
 
@@ -59,7 +59,7 @@ class LessonOutcome(StrEnum):
 
     LEARNT: nearly all of its last answers earned the whole reward. FINISHED: its updates are made. STOPPED: a client
     has stopped it. NO_SIGNAL: the answers to each prompt were rewarded alike, so there was nothing to learn. FAILED:
-    answers could not be drawn or scored. INTERRUPTED: the process has ended.
+    answers could not be sampled or scored. INTERRUPTED: the process has ended.
     """
 
     LEARNT = "learnt"
@@ -158,7 +158,7 @@ class LessonCard:
     group_size: int
     """Answers to each prompt that are compared with each other."""
     temperature: float
-    """Temperature at which they are drawn."""
+    """Temperature at which they are sampled."""
     learning_rate: float
     """Learning rate of its updates."""
     answers_per_update: int

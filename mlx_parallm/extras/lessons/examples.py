@@ -1,7 +1,7 @@
 """Examples for a word that the model hardly ever says: its own answers when it is asked for the word.
 
-A word that no answer has earns no reward, so drawing alone cannot teach it. The base model is told to use the word, and
-the adapter imitates the answers that do, as answers to the prompt without that demand.
+A word that no answer has earns no reward, so sampling alone cannot teach it. The base model is told to use the word,
+and the adapter imitates the answers that do, as answers to the prompt without that demand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mlx_parallm.rl.service import TrainingService
 
 SAMPLES = 16
-"""Answers to each prompt that are drawn."""
+"""Answers to each prompt that are sampled."""
 
 
 def can_be_shown(spec: LessonSpec) -> bool:
@@ -36,10 +36,10 @@ def can_be_shown(spec: LessonSpec) -> bool:
 async def examples_of(
     spec: LessonSpec, request: GenerationRequest, generate: Generate, tokenizer: TextTokenizer
 ) -> list[GivenTrajectory]:
-    """Draws answers to all prompts, and keeps those that have the word.
+    """Samples answers to all prompts, and keeps those that have the word.
 
     Args:
-        request: how they are drawn; its prompt is replaced, and its id begins theirs.
+        request: how they are sampled; its prompt is replaced, and its id begins theirs.
     """
     has_word = re.compile(word_pattern(spec.rule.text)).search
     found: list[GivenTrajectory] = []
@@ -52,7 +52,7 @@ async def examples_of(
 
 
 def request_for(spec: LessonSpec, name: str, seed: int) -> GenerationRequest:
-    """How examples are drawn: `SAMPLES` for each prompt, by the base model, beside live requests."""
+    """How examples are sampled: `SAMPLES` for each prompt, by the base model, beside live requests."""
     return GenerationRequest(
         f"examples-{name}",
         (),

@@ -93,7 +93,7 @@ class LessonProgress:
 
     @property
     def needs_examples(self) -> bool:
-        """Whether so few of the last answers have earned a reward that drawing alone would take long."""
+        """Whether so few of the last answers have earned a reward that sampling alone would take long."""
         return len(self._recent) >= self._per_update and fmean(self._recent) < RARE
 
     def shown(self) -> None:
@@ -102,7 +102,7 @@ class LessonProgress:
         self._recent.clear()
 
     def failed(self, reason: str) -> None:
-        """A group could not be drawn or scored."""
+        """A group could not be sampled or scored."""
         self._failures += 1
         if self._failures == _MAX_FAILURES:
             self.end(LessonOutcome.FAILED, reason)

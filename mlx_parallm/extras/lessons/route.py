@@ -87,7 +87,7 @@ class LessonBody(WireInput):
     group_size: Annotated[int, Field(ge=2, le=MAX_GROUP)] = 8
     """Answers to each prompt that are compared with each other."""
     temperature: Annotated[float, Field(ge=0.1, le=MAX_TEMPERATURE)] = 0.8
-    """Temperature at which they are drawn. A higher one tries more, and small models then write nonsense."""
+    """Temperature at which they are sampled. A higher one tries more, and small models then write nonsense."""
     learning_rate: Annotated[float, Field(gt=0, le=0.1)] = 1e-3
     """Learning rate of the lesson's updates."""
 
@@ -149,7 +149,7 @@ async def start_lesson(
 ) -> LessonStatus:
     """Begins a lesson: the server answers the prompts by itself, beside requests, rewards the answers by the rule, and
     updates the adapter. Each update goes live at once. The lesson goes on if the client leaves, and pauses as training
-    does. 409 if one runs already, or if the server draws rollouts of its own environment."""
+    does. 409 if one runs already, or if the server samples rollouts of its own environment."""
     lessons: Lessons = services.require_extra("lessons")
     with adapter_named_by("lora_adapter", body.lora_adapter):
         return _status(lessons, await services.lifecycle.run_to_end(lessons.start(body.spec, services.key.reader)))

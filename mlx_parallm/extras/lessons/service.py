@@ -49,7 +49,7 @@ from mlx_parallm.tasks import spawn
 
 
 class Lesson:
-    """Draws answers until it is closed. Event loop's thread only.
+    """Samples answers until it is closed. Event loop's thread only.
 
     Attributes:
         adapter: the name of the adapter that learns.
@@ -59,12 +59,12 @@ class Lesson:
     Args:
         checkpoint: of the adapter as it was before.
         fault: why the last group that could not be scored failed.
-        is_held_back: whether nothing should be drawn now, for a reason that is not training's.
+        is_held_back: whether nothing should be sampled now, for a reason that is not training's.
         on_change: called when an update was made, and when the lesson should end.
     """
 
     quiet_s = 0.0
-    """Its rewards come at once, or from a judge on the same device, so nothing is gained by drawing ahead."""
+    """Its rewards come at once, or from a judge on the same device, so nothing is gained by sampling ahead."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Lesson:
         self._driver.start()
 
     async def close(self) -> None:
-        """Ends all drawing. What was not finished is not collected."""
+        """Ends all sampling. What was not finished is not collected."""
         if self._examples is not None:
             self._examples.cancel()
             await asyncio.gather(self._examples, return_exceptions=True)
@@ -191,7 +191,7 @@ class Lesson:
         return "showing" if self.progress.showing is not None else self._driver.state
 
     async def _show(self) -> None:
-        """Has the adapter imitate answers that meet the rule. Meanwhile nothing else is drawn."""
+        """Has the adapter imitate answers that meet the rule. Meanwhile nothing else is sampled."""
         progress, loss = self.progress, None
         try:
             with imitating(self._service, self.adapter):

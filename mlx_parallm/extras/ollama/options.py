@@ -32,8 +32,8 @@ CHAT_NAMES: Mapping[str, str] = {"num_predict": "max_tokens", "repeat_penalty": 
 
 
 class OllamaOptions(WireInput):
-    """How tokens are drawn. An option that is left out has the model's own default, or else OpenAI's, and not Ollama's.
-    Options for Ollama's hardware are ignored."""
+    """How tokens are sampled. An option that is left out has the model's own default, or else OpenAI's, and not
+    Ollama's. Options for Ollama's hardware are ignored."""
 
     IGNORED: ClassVar[frozenset[str]] = frozenset(
         {
@@ -126,7 +126,7 @@ class PromptedBody(CollectableBody):
     stream: bool = True
     """Whether the answer is sent in lines, as it is generated, instead of as one body."""
     options: OllamaOptions = OllamaOptions()
-    """How tokens are drawn."""
+    """How tokens are sampled."""
     format: Format | None = None
     """`json` for any JSON object, or the JSON schema that the text follows. If it is left out, the text is free."""
     think: Think | None = None

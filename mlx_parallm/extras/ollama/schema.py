@@ -182,7 +182,7 @@ class EmbeddingBody(OpenBody):
     model: str | None = None
     """The served model or an adapter, as in chat."""
     options: OllamaOptions = OllamaOptions()
-    """Accepted and ignored: no token is drawn."""
+    """Accepted and ignored: no token is sampled."""
     keep_alive: KeepAlive | None = None
     """Accepted and ignored: the model stays in memory."""
 

@@ -17,7 +17,7 @@ class PreferenceBody(WireInput):
     """An edited answer. With a rejected answer it is a preference; without one, the chosen answer is imitated.
 
     The prompt is given once: by the id of a trajectory, or as text, token ids or messages. Of two answers that the
-    server has drawn it is known already.
+    server has sampled it is known already.
     """
 
     trajectory_id: TrajectoryId | None = None

@@ -60,7 +60,7 @@ class RetrainEngine:
     Args:
         base_model: a model directory or a hub id. None means the bundled model.
         lora_alpha: of the adapters that `sync_from_state_dict` gets. None means twice their rank, as in retrain.
-        seed: equal seeds draw equal samples in the same order of calls.
+        seed: equal seeds give equal samples in the same order of calls.
         keys: any key of server_config.yaml, with two underscores for the dots of its path.
 
     Raises:
@@ -216,7 +216,7 @@ async def _generate(
     max_tokens: int,
     sampling: SamplingParams,
 ) -> list[list[SampleResult]]:
-    """The groups of all prompts, which are drawn at the same time with one adapter version."""
+    """The groups of all prompts, which are sampled at the same time with one adapter version."""
     live = served.adapters.live(ADAPTER)
     with served.adapters.lease(ADAPTER if live else BASE_ADAPTER.name) as adapter:
         requests = [

@@ -91,7 +91,7 @@ class LossAnswer:
 
 @dataclass(frozen=True, slots=True)
 class TinkerSequence:
-    """One drawn sequence. `tokens` have the token that ended it. `logprobs`: in nats, of the model itself."""
+    """One sampled sequence. `tokens` have the token that ended it. `logprobs`: in nats, of the model itself."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]

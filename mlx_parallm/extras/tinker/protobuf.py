@@ -26,7 +26,7 @@ _MASKED = -99999.0
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One drawn sequence. `stopped`: it ended by itself, and not at the limit. `top`: the most likely tokens at each
+    """One sampled sequence. `stopped`: it ended by itself, and not at the limit. `top`: the most likely tokens at each
     place, and their logprobs."""
 
     tokens: Sequence[int]

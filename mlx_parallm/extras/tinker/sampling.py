@@ -38,7 +38,7 @@ def sample_request(body: SampleBody, card: ModelCard, adapter: AdapterRef, key: 
 
     Raises:
         InvalidRequestError: the prompt is empty, or one of its ids is not in the vocabulary.
-        ContextLengthError: the prompt and the tokens to draw do not fit the context.
+        ContextLengthError: the prompt and the tokens to sample do not fit the context.
     """
     prompt, params = body.prompt.ids(), body.sampling_params
     check_ids(prompt, card.vocab_size)
@@ -83,7 +83,7 @@ def _stopping(max_tokens: int, stop: str | Sequence[str] | Sequence[int] | None)
 
 
 async def draw(services: Services, request: GenerationRequest, body: SampleBody, account: Account) -> SampleAnswer:
-    """Draws the sequences of a request, which `body` asks for, and counts them in the `account` of their key.
+    """Samples the sequences of a request, which `body` asks for, and counts them in the `account` of their key.
 
     Raises:
         EngineError: the engine failed the request.
@@ -170,7 +170,7 @@ def _start(
 
 
 def _sampler(body: SampleBody, services: Services, tinker: TinkerServer) -> Sampler:
-    """What the request draws from: a sampling session, or what it names itself."""
+    """What the request samples from: a sampling session, or what it names itself."""
     if body.sampling_session_id is not None:
         return tinker.sessions.sampler(body.sampling_session_id, tinker.key)
     if body.model_path is not None:

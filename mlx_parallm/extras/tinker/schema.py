@@ -202,8 +202,8 @@ _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 
 
 class SamplingParamsBody(OpenBody):
-    """How tokens are drawn. `stop`: texts, token ids, or an empty list, with which nothing ends a sequence early; null
-    means the model's own end of a text."""
+    """How tokens are sampled. `stop`: texts, token ids, or an empty list, with which nothing ends a sequence early;
+    null means the model's own end of a text."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None

@@ -324,7 +324,7 @@ class TinkerServer:
         return session.add_sampler(Sampler(session.sampler_id(number), saved=saved))
 
     def selector_of(self, sampler: Sampler) -> str:
-        """The version that a sampling session draws from, as requests name it. Raises UnknownModelError if the saved
+        """The version that a sampling session samples from, as requests name it. Raises UnknownModelError if the saved
         weights are gone."""
         saved = sampler.saved
         version = sampler.version if saved is None else self.policies.saved(saved.adapter, saved.tag)

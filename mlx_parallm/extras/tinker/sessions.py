@@ -173,7 +173,7 @@ class SavedWeights:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What a sampling session draws from: published weights (`version`), saved ones, or else the base model."""
+    """What a sampling session samples from: published weights (`version`), saved ones, or else the base model."""
 
     sampler_id: str
     version: AdapterRef = BASE_ADAPTER

@@ -18,7 +18,7 @@ async def _swap(tested: TestedModel) -> Outcome:
     live, started = asyncio.Event(), [asyncio.Event() for _ in range(_ROWS)]
 
     async def old_row(at: int) -> tuple[float, int]:
-        """How far the row is from its version, and how many tokens it drew after the new one was live."""
+        """How far the row is from its version, and how many tokens it sampled after the new one was live."""
         after: list[int] = []
 
         def count(answer: TestedAnswer) -> bool:

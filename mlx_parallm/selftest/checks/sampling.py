@@ -1,4 +1,5 @@
-"""How tokens are drawn: filters, seeds, and the logprobs of the distribution that draws. In NumPy and float64 here."""
+"""How tokens are sampled: filters, seeds, and the logprobs of the distribution that samples. In NumPy and float64
+here."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _ANSWER = 12
 
 
 async def _filters(tested: TestedModel) -> Outcome:
-    """Logprobs of what was drawn from filtered distributions. A token that a filter drops has none, so its difference
+    """Logprobs of what was sampled from filtered distributions. A token that a filter drops has none, so its difference
     is infinite."""
     limit = _limit(tested)
 
@@ -46,7 +47,7 @@ async def _filters(tested: TestedModel) -> Outcome:
 
 
 async def _seeds(tested: TestedModel) -> Outcome:
-    """How far the random number of each draw lies outside the drawn token's part of the cumulative distribution."""
+    """How far the random number of each sample lies outside the sampled token's part of the cumulative distribution."""
 
     def distances(answer: TestedAnswer, weights: Weights, params: SamplingParams) -> list[float]:
         start, found = streams([params.seed]), []
@@ -69,7 +70,7 @@ async def _drawn(
     options: tuple[SamplingParams, ...],
     compared: Callable[[TestedAnswer, Weights, SamplingParams], list[float]],
 ) -> list[float]:
-    """Draws an answer with each of the options, in one batch, and compares each with the plain model's weights."""
+    """Samples an answer with each of the options, in one batch, and compares each with the plain model's weights."""
 
     async def row(at: int) -> list[float]:
         params, prompt = options[at], tested.prompt(10 + 7 * at, seed=100 + at)

@@ -49,7 +49,7 @@ async def update(tested: TestedModel, policy: Policy, batch: Sequence[Answered])
 
 
 def samples_of(batch: Sequence[Answered]) -> tuple[Datum, ...]:
-    """The answers as one group, drawn by the policy in training."""
+    """The answers as one group, sampled by the policy in training."""
     return tuple(answered(each.prompt, each.tokens, advantage=each.advantage) for each in batch)
 
 

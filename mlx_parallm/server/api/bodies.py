@@ -382,8 +382,8 @@ class SamplingFields(BasicSampling):
     stop: Stops = Field(default_factory=list)
     """One text or a list of texts. The answer ends before the first one that the model writes."""
     stop_token_ids: StopTokenIds = Field(default_factory=list)
-    """Token ids that end the answer when they are drawn, as the end-of-sequence token does. The drawn one is among the
-    answer's token ids, and not in its text."""
+    """Token ids that end the answer when they are sampled, as the end-of-sequence token does. The sampled token is
+    among the answer's token ids, and not in its text."""
     presence_penalty: Penalty = 0.0
     """Subtracted from the logit of each token that is already in the answer."""
     frequency_penalty: Penalty = 0.0
@@ -396,10 +396,10 @@ class SamplingFields(BasicSampling):
     """Number of tokens before the answer may end by itself."""
     bad_words: BadWords = Field(default_factory=list)
     """Texts that the answer must not have, with or without a space before them: after the first tokens of one, its last
-    token is not drawn. If nothing else can be drawn, it is drawn after all."""
+    token is not sampled. If nothing else can be sampled, it is sampled after all."""
     allowed_token_ids: NonEmptyTokenIds | None = None
-    """The only token ids that may be drawn. If the end-of-sequence token is not among them, the answer ends by another
-    rule."""
+    """The only token ids that may be sampled. If the end-of-sequence token is not among them, the answer ends by
+    another rule."""
     include_stop_str_in_output: bool = False
     """Whether the text has the stop string or the special token that ended it. No text is held back then, so a stream
     may have sent the beginning of a stop string already."""

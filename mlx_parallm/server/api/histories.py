@@ -1,4 +1,4 @@
-"""The turns of episodes: a history that a client sends back as messages becomes the tokens that were drawn.
+"""The turns of episodes: a history that a client sends back as messages becomes the tokens that were sampled.
 
 See `core.turns`. A history that was changed, or that the chat template writes differently now, is not continued: its
 tokens are those of the template, and the answer says why.
@@ -42,7 +42,7 @@ class DrawnTurn:
         variables: digest of the variables of the chat template.
         messages: digests of the messages that the prompt was rendered from, in order.
         rendered: number and digest of the tokens that the template made of them.
-        tokens: the tokens of the prompt, and those that were drawn.
+        tokens: the tokens of the prompt, and those that were sampled.
         drawn: how many tokens were drawn.
         answer: digest of the answer as a message.
     """

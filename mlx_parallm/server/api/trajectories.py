@@ -62,11 +62,11 @@ class TokenObject(WireOutput):
     text: str
     """The text that it adds; empty while a character is incomplete. Special tokens are written out."""
     logprob: Figure | None
-    """Log-probability in nats when it was drawn; null if that is unknown."""
+    """Log-probability in nats when it was sampled; null if that is unknown."""
     advantage: Figure | None
     """Its advantage in the last update that took the answer; null if there was none."""
     context: bool = False
-    """It was not drawn and is not trained, such as the result of a tool."""
+    """It was not sampled and is not trained, such as the result of a tool."""
 
 
 class CollectedTurnObject(WireOutput):
@@ -75,7 +75,7 @@ class CollectedTurnObject(WireOutput):
     trajectory_id: str
     """Its id, for feedback and corrections."""
     lora_version: AdapterText | None
-    """The version that drew it; null if it is unknown."""
+    """The version that sampled it; null if it is unknown."""
     context: str
     """What came before the answer after the group's prompt or the turn before; cut at its beginning if it is long."""
     text: str
@@ -271,7 +271,7 @@ async def groups(
 ) -> Response:
     """The groups of trajectories that wait for an update, and the last ones that were trained on or dropped since the
     server started; newest first. As many trajectories of each kind are kept as
-    `rl_training.trajectory_buffer_size` says. A key sees what it has sent itself, and what the server has drawn for
+    `rl_training.trajectory_buffer_size` says. A key sees what it has sent itself, and what the server has sampled for
     tasks of its own; an admin key sees everything."""
     wanted = GroupFilter(lora_adapter, lora_version, fate, min_reward, max_reward)
     page = await training.collected_groups.page(wanted, after, limit, services.key.reader)
@@ -313,7 +313,7 @@ class DebugTrajectory(WireOutput):
     turn: int | None
     """Its place in the episode, if the request gave one."""
     lora_adapter: AdapterText | None
-    """The adapter version that it was sampled from; `base@0` for the base model. null: unknown, it was drawn
+    """The adapter version that it was sampled from; `base@0` for the base model. null: unknown, it was sampled
     elsewhere."""
     state: TrajectoryState
     """`waiting` (for a reward), `scored`, `training`, `trained` or `dropped`."""

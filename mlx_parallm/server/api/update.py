@@ -90,7 +90,7 @@ class GivenTrajectoryBody(WireInput):
     with one of them, or the same with each."""
     sampling_logprobs: list[Logprob] | None = None
     """Log-probabilities in nats, one for each completion token, of the distribution that it was sampled from. If
-    they are left out, the trainer computes those of the current policy, as if it had drawn the completion."""
+    they are left out, the trainer computes those of the current policy, as if it had sampled the completion."""
     logprobs: list[float | None] | None = None
     """Another name for `sampling_logprobs`. With `token_ids`, one for each of them; those of context are not read and
     may be null."""

@@ -39,7 +39,7 @@ class ClusterTraining:
         url: the address of the head.
 
     Attributes:
-        engine: draws samples at the head, which spreads them over all nodes.
+        engine: samples at the head, which spreads them over all nodes.
     """
 
     def __init__(self, node: Trainer, served: Served, service: TrainingService, url: str, token: str) -> None:
@@ -103,7 +103,7 @@ class ClusterTraining:
 
 
 class ClusterEngine:
-    """Draws the samples of a training run at the head of the cluster, which spreads them over all nodes. Implements
+    """Takes the samples of a training run at the head of the cluster, which spreads them over all nodes. Implements
     `rl.rollouts.answers.InferenceEngine`.
 
     Args:
