@@ -213,8 +213,8 @@ async def _measure(
 
     async def worker(http: httpx.AsyncClient) -> None:
         for number in numbers:
-            model, drawn = models[number % len(models)], random.Random(f"{call} {number}")
-            prompt = " ".join(drawn.choice(_WORDS) for _ in range(words))  # most words are one token
+            model, rng = models[number % len(models)], random.Random(f"{call} {number}")
+            prompt = " ".join(rng.choice(_WORDS) for _ in range(words))  # most words are one token
             body = {**options, **({"model": model} if model else {}), "messages": [{"role": "user", "content": prompt}]}
             try:
                 answers.append(await _answer(client, http, body))
