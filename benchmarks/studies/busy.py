@@ -92,7 +92,7 @@ def _measure_when_asked(follow: bool) -> None:
 
     import mlx.core as mx  # isort: skip
     from benchmarks.lib.step.decode import Decoder, Rows
-    from mlx_parallm.app.base_model import build_runner
+    from mlx_parallm.app.device import build_runner
     from mlx_parallm.config import Config
     from mlx_parallm.machine.processors import BlasThreads
     from mlx_parallm.model.manager import SharedModelManager

@@ -26,7 +26,7 @@ import numpy as np
 from benchmarks.lib.figures import Figure, percentile, ratios, reported
 from benchmarks.lib.machine import describe, warn_if_busy
 from benchmarks.lib.report import RESULTS, setting, show, write
-from mlx_parallm.app.base_model import build_runner
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span
 from mlx_parallm.config import Setting, resolve

@@ -19,8 +19,10 @@ import mlx.core as mx
 from mlx_parallm.adapters.runs import JOURNAL, METRICS, Run, open_run
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters
-from mlx_parallm.app.base_model import BaseModel, Built, SharedDevice, base_paths, device_schedule, mlx_limits
+from mlx_parallm.app.base_model import BaseModel, Built
+from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.app.checks import check
+from mlx_parallm.app.device import SharedDevice, device_schedule, mlx_limits
 from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.training import TrainingInputs, build_trainer, build_training
 from mlx_parallm.config import Config

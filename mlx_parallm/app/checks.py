@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from mlx_parallm.app.adapters import no_such_adapter
-from mlx_parallm.app.base_model import base_paths
+from mlx_parallm.app.base_paths import base_paths
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.models import GENERIC_NAME

@@ -22,15 +22,10 @@ from pathlib import Path
 
 from mlx_parallm.adapters.service import has_adapter
 from mlx_parallm.app.all_adapters import AllAdapters
-from mlx_parallm.app.base_model import (
-    BaseModel,
-    SharedDevice,
-    base_of_adapter,
-    bases_of_adapter,
-    room_for_weights,
-    weight_bytes,
-)
+from mlx_parallm.app.base_model import BaseModel, weight_bytes
+from mlx_parallm.app.base_paths import base_of_adapter, bases_of_adapter
 from mlx_parallm.app.build import RunningEngine
+from mlx_parallm.app.device import SharedDevice, room_for_weights
 from mlx_parallm.config import human_bytes
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.models import GENERIC_NAME, BaseStatus, ModelState, ServedModel

@@ -23,7 +23,7 @@ from tiny import save_tiny
 
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.app import train
-from mlx_parallm.app.base_model import BasePath, base_of_adapter, bases_of_adapter
+from mlx_parallm.app.base_paths import BasePath, base_of_adapter, bases_of_adapter
 from mlx_parallm.app.models import DeviceLoader
 from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.app.training_run import TrainOptions

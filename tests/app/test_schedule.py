@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mlx_parallm.app.base_model import device_schedule
+from mlx_parallm.app.device import device_schedule
 from mlx_parallm.config import configure
 from mlx_parallm.core.requests import WorkClass
 

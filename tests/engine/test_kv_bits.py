@@ -15,7 +15,7 @@ from harness import Harness, make_harness
 from mlx_lm.models.cache import KVCache
 from tiny import save_tiny, tiny_model
 
-from mlx_parallm.app.base_model import build_runner
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.spans import Span
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core.requests import RequestFinished, SamplingParams, SequenceOutput

@@ -22,7 +22,7 @@ from benchmarks.lib.adapters.files import QV, RANK, fill, random_adapter
 from benchmarks.lib.adapters.gather_products import GatherProducts
 from benchmarks.lib.rows import begin, open_row, rewind
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.app.base_model import build_runner
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.batch.runner import Launched
 from mlx_parallm.config import Config
 from mlx_parallm.core.requests import SamplingParams

@@ -29,7 +29,7 @@ from benchmarks.lib.prompts import short_prompts
 from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.app.adapters import find_adapters
-from mlx_parallm.app.base_model import build_runner
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import AdaptersConfig, Config
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.device import then

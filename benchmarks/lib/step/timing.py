@@ -25,7 +25,7 @@ from mlx_lm.models import llama
 from benchmarks.lib.adapters.files import RANK, fill, random_adapter
 from benchmarks.lib.step.decode import Decoder, Rows
 from benchmarks.lib.step.models import SLOTS
-from mlx_parallm.app.base_model import build_runner
+from mlx_parallm.app.device import build_runner
 from mlx_parallm.config import Config
 from mlx_parallm.model.linears import AdaptedLinear
 from mlx_parallm.model.manager import SharedModelManager

@@ -16,7 +16,7 @@ import mlx.core as mx  # isort: skip
 from benchmarks.lib.training.batch import samples
 from benchmarks.lib.training.plain import plain_trainer
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.app.base_model import device_schedule, mlx_limits
+from mlx_parallm.app.device import device_schedule, mlx_limits
 from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.training import footprint_of, micro_steps_sized, trainable
 from mlx_parallm.bench.plain_trainer import Gradients

@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.app.base_model import base_paths, build_runner, kv_budget, mlx_limits
+from mlx_parallm.app.base_paths import base_paths
+from mlx_parallm.app.device import build_runner, kv_budget, mlx_limits
 from mlx_parallm.config import Config
 from mlx_parallm.errors import ConfigError, DeviceLostError
 from mlx_parallm.extras.ranks.follower import Follower

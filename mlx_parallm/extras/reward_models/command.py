@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlx_parallm.app.base_model import device_schedule, kv_budget, mlx_limits
+from mlx_parallm.app.device import device_schedule, kv_budget, mlx_limits
 from mlx_parallm.app.parts import Parts
 from mlx_parallm.app.training import footprint_of, micro_steps_sized, trainable
 from mlx_parallm.config import Config
