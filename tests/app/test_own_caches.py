@@ -11,7 +11,7 @@ from family_checks import CONFIGURATIONS
 from harness import assert_same_tokens, solo
 from tiny import EOS_ID, VOCAB_SIZE, build_model, save_directory
 
-from mlx_parallm.app import base_model
+from mlx_parallm.app import device
 from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.config import configure
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
@@ -56,7 +56,7 @@ async def test_it_is_served_row_by_row_and_not_trained(folder: Path, caplog: pyt
 def test_what_needs_keys_and_values_is_refused(
     option: dict[str, Any], error: type[Exception], reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base_model, "prove_once", lambda *_: None)
+    monkeypatch.setattr(device, "prove_once", lambda *_: None)
     if "server__prefix_cache_dir" in option:
         option = {"server__prefix_cache_dir": folder.parent / "prefixes"}
     with pytest.raises(error, match=reason):

@@ -17,7 +17,7 @@ from mlx_lm.models import llama, qwen3, qwen3_5
 
 from benchmarks.lib.step.graph import Kind, placeholder
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.app import base_model
+from mlx_parallm.app import device
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core.engine import ModelCard
@@ -150,8 +150,8 @@ def plain(architecture: Architecture) -> nn.Module:
 
 def runner_of(shaped: ShapedModel) -> BatchRunner:
     """A new runner. Its KV pool has room for the rows of any case."""
-    with patch.object(base_model, "prove_once"):  # there are no weights
-        runner = base_model.build_runner(shaped, shaped.bank, Config(server=ServerConfig(kv_cache_memory=_KV_BYTES)))
+    with patch.object(device, "prove_once"):  # there are no weights
+        runner = device.build_runner(shaped, shaped.bank, Config(server=ServerConfig(kv_cache_memory=_KV_BYTES)))
     runner.dense_rows = _DENSE_ROWS
     return runner
 
