@@ -18,8 +18,6 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_parallm.model.device import prepare_device
 
 HEADS, HEAD_DIM, VOCAB_SIZE = 2, 1024, 64
-TOKEN_BYTES = 4 * HEADS * HEAD_DIM
-"""Bytes of one token's keys, and of its values, in a layer."""
 
 
 class _Attention(nn.Module):

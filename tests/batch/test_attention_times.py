@@ -23,12 +23,6 @@ def test_dense_attention_is_used_up_to_the_first_number_of_rows_where_it_is_slow
     assert f"up to {rows} rows" in times.text
 
 
-def test_every_number_of_rows_is_measured() -> None:
-    times = measure_attention(LayerSpec(2, 16, 8), mx.float32)
-    assert list(times.dense) == list(times.by_blocks) == [1, 4, 8]
-    assert all(milliseconds > 0 for milliseconds in (*times.dense.values(), *times.by_blocks.values()))
-
-
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU has it")
 def test_rows_attend_one_by_one_where_there_is_no_gather_mm() -> None:
     assert measure_attention(LayerSpec(2, 16, 16), mx.bfloat16).dense_rows == math.inf

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlx_parallm.batch.attention import DenseSpan
-from mlx_parallm.batch.block_attention import BlockAttention, calls, folds_of
+from mlx_parallm.batch.block_attention import BlockAttention, folds_of
 from mlx_parallm.batch.spans import SeenBlocks
 from mlx_parallm.kv.arena import BLOCK_TOKENS, Arena
 from mlx_parallm.model.device import prepare_device
@@ -82,15 +82,6 @@ def test_a_shared_block_may_leave_the_windows_of_all_that_share_it() -> None:
         blocks.advance()
 
 
-def test_rows_may_share_blocks() -> None:
-    made = arena(8)
-    rows = [SeenBlocks([5, 2, 7], 0, 150), SeenBlocks([5, 2, 1], 0, 190)]
-    queries = mx.random.normal((2, 2, 1, 16))
-    got = BlockAttention(rows, None).attend(made.keys[0], made.values[0], queries, 0.3)
-    want = mx.stack([expected(made, row, q, None, None) for row, q in zip(rows, queries, strict=True)])
-    assert mx.allclose(got, want, atol=1e-5)
-
-
 def test_large_scores_do_not_overflow() -> None:
     made = arena(3)
     queries = mx.full((1, 2, 1, 16), 1e4)
@@ -128,19 +119,6 @@ def test_rows_with_several_tokens_share_a_call(window: int | None) -> None:
     )
 
 
-def test_blocks_that_rows_share_are_multiplied_once() -> None:
-    """Four rows share twelve blocks and two of them twenty more; one row has only blocks of its own."""
-    made, every, some = arena(70), list(range(60, 48, -1)), list(range(20, 40))
-    tables = [[*every, *some, 1, 2], [*every, *some, 3], [*every, 4], [*every, 5, 6], [7, 8]]
-    rows = [SeenBlocks(table, 0, 64 * len(table) - 10 - row) for row, table in enumerate(tables)]
-    own, *shared = folds_of(rows)
-    assert [[(list(fold.tokens), len(fold.block_ids)) for fold in folds] for folds in shared] == [[([0, 1, 2, 3], 12)]]
-    assert sum(len(fold.block_ids) for fold in own) == sum(map(len, tables)) - 4 * 12
-    queries = mx.random.normal((5, 6, 1, 16))
-    want = mx.stack([expected(made, row, q, None, None) for row, q in zip(rows, queries, strict=True)])
-    assert mx.allclose(BlockAttention(rows, None).attend(made.keys[0], made.values[0], queries, 0.3), want, atol=1e-5)
-
-
 @pytest.mark.usefixtures("_either_way")
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 500])
@@ -174,10 +152,3 @@ def test_a_row_with_nan_changes_no_other_row() -> None:
     others = mx.array([1, 2, 5, 6, 7, 8])
     assert mx.array_equal(after[others], before[others])
     assert mx.isnan(after[mx.array([0, 3, 4])]).all()
-
-
-def test_rows_of_very_different_lengths_attend_in_several_calls() -> None:
-    rows = [SeenBlocks(range(blocks), 0, 64 * blocks - 1) for blocks in (1, 1, 2, 2, 40, 41, 200)]
-    parts = calls(rows)
-    assert [[len(row.block_ids) for row in part] for part in parts] == [[1, 1, 2, 2], [40, 41], [200]]
-    assert calls(rows[:4]) == [rows[:4]]

@@ -9,13 +9,8 @@ import pytest
 from family_checks import Served
 
 from mlx_parallm.batch.forward import LayerCache
-from mlx_parallm.batch.parts import RowsOfGroup, RowsOfPool
+from mlx_parallm.batch.parts import RowsOfPool
 from mlx_parallm.batch.spans import Span
-from mlx_parallm.kv.arena import Arena
-from mlx_parallm.kv.blocks import BLOCK_TOKENS
-from mlx_parallm.kv.memory import LayerGroup
-from mlx_parallm.kv.row import KVRow
-from mlx_parallm.model.layer_state import LayerSpec
 
 
 @pytest.mark.parametrize("name", ["olmo2", "gemma4_text", "glm4_moe_lite", "gemma2", "gpt_bigcode", "qwen3_5"])
@@ -46,16 +41,3 @@ def test_a_pass_after_the_pool_was_cleared_writes_into_the_new_arrays() -> None:
     step(1)
     keys = runner.cache.groups[0].arena.keys[0]
     assert mx.any(keys != 0).item()
-
-
-def test_one_token_of_one_sequence_sees_its_window_only() -> None:
-    """Of its first block, the model's own attention gets tokens that the window has left behind. Without a window it
-    gets no mask, as from mlx-lm's own caches."""
-    window, start = 20, 100
-    group = LayerGroup(number=0, arena=Arena([LayerSpec(1, 4, 4, window)], mx.float32), window=window, layers=(0,))
-    rows = RowsOfGroup(group, [Span(KVRow(tables=[[0, 1]]), start, 1)], [[0, 1]])
-    assert rows.mask(None) is None
-    seen = rows.mask(window)
-    assert seen is not None
-    first = BLOCK_TOKENS
-    assert seen[0].tolist() == [start - window < position <= start for position in range(first, start + 1)]

@@ -13,7 +13,6 @@ from mlx_parallm.batch.distributions import streams, uniforms
 from mlx_parallm.batch.sampling import RowSampling, TokenCounts, has_penalties, plan_sampling, sample
 from mlx_parallm.core.requests import SamplingParams
 
-NEUTRAL = SamplingParams()
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -200,32 +199,11 @@ def test_positions_and_seeds_give_new_draws_and_the_same_ones_again():
     assert [row[0] for row in first] != [row[1] for row in first]
 
 
-def test_greedy_rows_of_a_mixed_batch_take_the_first_of_equal_best_tokens():
-    logits = mx.array([[0.0, 4.0, 4.0, 1.0]] * 4)
-    rows = [RowSampling(p) for p in (GREEDY, NEUTRAL, SamplingParams(top_k=1), SamplingParams(temperature=1e-6))]
-    for position in range(20):
-        tokens = sample(logits, plan_sampling(rows, 4), [position] * 4).tokens.tolist()
-        assert [tokens[0], tokens[2], tokens[3]] == [1, 1, 1]
-
-
 def test_a_tiny_temperature_neither_overflows_nor_draws_another_token():
     logits = mx.array([[-3e4, 9.0, 2e4, 1.9e4]])
     plan = plan_sampling([RowSampling(SamplingParams(temperature=1e-4), sampling_logprobs=True)], 4)
     got = sample(logits, plan, [0])
     assert (got.tokens.item(), got.sampling_logprobs.item()) == (2, 0.0)
-
-
-def test_end_ids_cannot_be_drawn_below_min_tokens():
-    logits = mx.array([[9.0, 0.0, 8.0, 1.0]] * 2)
-    rows = [RowSampling(GREEDY, min_tokens=2, end_ids=(0, 2)), RowSampling(GREEDY, end_ids=(0, 2))]
-    plan = plan_sampling(rows, 4)
-    assert [sample(logits, plan, [p, p]).tokens.tolist() for p in range(3)] == [[3, 0], [3, 0], [0, 0]]
-
-
-def test_biases_of_one_token_add_up_and_stay_in_their_row():
-    rows = [RowSampling(SamplingParams(temperature=0, logit_bias=((1, 1.0), (1, 1.5)))), RowSampling(GREEDY)]
-    tokens = sample(mx.array([[2.0, 0.0]] * 2), plan_sampling(rows, 2), [0, 0]).tokens
-    assert tokens.tolist() == [1, 0]
 
 
 def test_bfloat16_logits_are_sampled_in_float32():
@@ -236,33 +214,3 @@ def test_bfloat16_logits_are_sampled_in_float32():
     low, full = sample(half, plan, [0] * 4), sample(half.astype(mx.float32), plan, [0] * 4)
     assert all(mx.array_equal(a, b) for a, b in zip(low.arrays(), full.arrays(), strict=True))
     assert low.reported.logprobs.dtype == low.sampling_logprobs.dtype == mx.float32
-
-
-def test_a_plain_batch_plans_no_stage():
-    plan = plan_sampling([RowSampling(GREEDY)] * 3, 100)
-    assert (plan.stages, plan.random, plan.logprobs) == ((), None, None)
-    assert plan_sampling([RowSampling(GREEDY), RowSampling(NEUTRAL)], 100).random.filters is None
-    assert len(sample(mx.zeros((3, 100)), plan, [0] * 3).arrays()) == 1
-
-
-def test_sampling_computes_nothing_until_it_is_asked_for():
-    params = SamplingParams(top_k=50, top_p=0.9, presence_penalty=0.5, top_logprobs=5, logit_bias=((1, 1.0),))
-    rows = [RowSampling(params, counts=TokenCounts((1, 2), (), FULL), sampling_logprobs=True) for _ in range(8)]
-    plan = plan_sampling(rows, FULL)
-    mx.eval(plan.penalties.apply(mx.zeros((8, FULL)), np.zeros(8, np.int64)))
-    logits = mx.random.normal((8, FULL))
-    held = mx.get_active_memory()
-    mx.reset_peak_memory()
-    first = sample(logits, plan, [0] * 8)
-    second = sample(logits, plan, [1] * 8)
-    assert mx.get_peak_memory() - held < FULL
-    mx.eval(first.arrays(), second.arrays())
-    assert mx.get_peak_memory() - held > 8 * FULL * 4
-
-
-def test_a_plan_refuses_another_batch_and_a_penalty_without_counts():
-    plan = plan_sampling([RowSampling(NEUTRAL)], 4)
-    with pytest.raises(ValueError, match="plan of 1 rows"):
-        sample(mx.zeros((2, 4)), plan, [0])
-    with pytest.raises(ValueError, match="TokenCounts"):
-        plan_sampling([RowSampling(SamplingParams(presence_penalty=1.0))], 4)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_parallm.batch.distributions import RowSubset, exp, inverse_cdf, row_sum, streams, uniforms
+from mlx_parallm.batch.distributions import exp, inverse_cdf, streams, uniforms
 from mlx_parallm.batch.sampling import RowSampling, plan_sampling, sample
 from mlx_parallm.core.requests import SamplingParams
 
@@ -104,14 +104,3 @@ def test_exp_is_exact_to_rounding_and_zero_at_minus_infinity():
     x = np.linspace(-80, 0, 5001, dtype=np.float32)
     np.testing.assert_allclose(np.array(exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=4e-6)
     assert exp(mx.array([0.0, -math.inf, -200.0])).tolist() == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize("width", [1, 63, 64, 65, 300])
-def test_row_sum_and_subsets(width):
-    x = np.arange(4 * width, dtype=np.float32).reshape(4, width)
-    assert row_sum(mx.array(x)).tolist() == x.sum(1, keepdims=True).tolist()
-    some = RowSubset.of([1, 3], 4)
-    whole = mx.array(x)
-    merged = some.put(-some.take(whole), whole)
-    assert merged.tolist() == (x * [[1], [-1], [1], [-1]]).tolist()
-    assert whole.tolist() == x.tolist()

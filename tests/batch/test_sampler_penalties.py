@@ -1,10 +1,7 @@
 """Penalties over counts that stay on the device."""
 
-import io
-
 import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,24 +46,6 @@ def test_lazy_steps_count_every_token_they_draw():
     assert len(set(drawn[:, 0].tolist())) > 1
 
 
-def test_counts_follow_their_row_through_joins_and_leaves():
-    logits = mx.array(np.random.default_rng(1).normal(0, 1, (1, 9)).astype(np.float32))
-    params = SamplingParams(seed=4, frequency_penalty=1.5)
-    alone = RowSampling(params, counts=TokenCounts(PROMPT, (), 9))
-    solo = [sample(logits, plan_sampling([alone], 9), [step]).tokens.item() for step in range(9)]
-
-    mine = RowSampling(params, counts=TokenCounts(PROMPT, (), 9))
-    other = RowSampling(SamplingParams(presence_penalty=2.0), counts=TokenCounts((), (), 9))
-    plain = RowSampling(SamplingParams())
-    batches = [[mine], [plain, mine], [other, plain, mine], [mine, other]]
-    moved = []
-    for step in range(9):
-        rows = batches[step % 4]
-        tokens = sample(mx.repeat(logits, len(rows), 0), plan_sampling(rows, 9), [step] * len(rows)).tokens
-        moved.append(tokens[rows.index(mine)])
-    assert [token.item() for token in moved] == solo
-
-
 def test_a_recomputed_row_goes_on_where_it_was():
     logits = mx.array(np.random.default_rng(2).normal(0, 1, (1, 9)).astype(np.float32))
     params = SamplingParams(seed=9, presence_penalty=0.5, repetition_penalty=1.3, top_p=0.9)
@@ -74,43 +53,6 @@ def test_a_recomputed_row_goes_on_where_it_was():
     tokens = [sample(logits, plan_sampling([row], 9), [step]).tokens.item() for step in range(8)]
     again = RowSampling(params, counts=TokenCounts(PROMPT, tokens[:5], 9))
     assert [sample(logits, plan_sampling([again], 9), [s]).tokens.item() for s in range(5, 8)] == tokens[5:]
-
-
-def test_a_prompt_token_is_repeated_but_not_present():
-    logits = mx.array([[0.0, 1.0, 0.9, -0.5, -1.0]])
-    only_prompt = TokenCounts((1,), (), 5)
-    presence = RowSampling(SamplingParams(temperature=0, presence_penalty=2.0), counts=only_prompt)
-    assert sample(logits, plan_sampling([presence], 5), [0]).tokens.item() == 1
-    repetition = RowSampling(SamplingParams(temperature=0, repetition_penalty=2.0), counts=TokenCounts((1,), (), 5))
-    assert sample(logits, plan_sampling([repetition], 5), [0]).tokens.item() == 2
-
-
-def test_repetition_pushes_negative_logits_further_down():
-    logits = mx.array([[-1.0, -1.5]])
-    row = RowSampling(SamplingParams(temperature=0, repetition_penalty=2.0), counts=TokenCounts((0,), (), 2))
-    assert sample(logits, plan_sampling([row], 2), [0]).tokens.item() == 1
-
-
-@pytest.mark.parametrize(
-    ("params", "expected"),
-    [
-        (SamplingParams(temperature=0.3, top_k=4), False),
-        (SamplingParams(presence_penalty=-0.1), True),
-        (SamplingParams(frequency_penalty=0.1), True),
-        (SamplingParams(repetition_penalty=0.9), True),
-    ],
-)
-def test_which_rows_need_counts(params, expected):
-    assert has_penalties(params) is expected
-
-
-def test_the_tokens_of_all_rows_are_counted_by_one_scatter():
-    params = [SamplingParams(presence_penalty=0.5, repetition_penalty=1.1)] * 8
-    penalties = Penalties(params, [TokenCounts(PROMPT, (), 12) for _ in params], list(range(8)), 9)
-    penalties.count(mx.arange(9, dtype=mx.uint32))
-    dot = io.StringIO()
-    mx.export_to_dot(dot, penalties.apply(mx.zeros((9, 12)), np.zeros(9, np.int64)))
-    assert dot.getvalue().count("Scatter") == 2, "one counts, and one puts the penalised rows back among the others"
 
 
 options = st.builds(

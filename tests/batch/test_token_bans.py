@@ -77,8 +77,3 @@ def test_a_row_that_could_draw_nothing_else_may_draw_a_bad_word():
     only = row(((7,),), temperature=0.0, allowed_tokens=mask(7))
     other = row(((7,),), temperature=0.0, allowed_tokens=mask(7, 8))
     assert drawn([only, other]) == [7, 8]
-
-
-def test_only_words_of_several_tokens_need_the_tokens_before():
-    assert not plan_sampling([row(((7,),)), row()], VOCAB).needs_previous_tokens
-    assert plan_sampling([row(((7, 8),)), row()], VOCAB).needs_previous_tokens

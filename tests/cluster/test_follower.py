@@ -105,12 +105,6 @@ async def test_versions_are_held_before_they_go_live_and_released_when_they_are_
     assert node.adapters.done == ["release math@1", "hold math@2", "hold math@3", "flip math@2"]
 
 
-async def test_versions_older_than_the_live_one_are_left_to_the_others(node):
-    await node(state(version(2), version(1), version(2)))
-    await until(lambda: node.adapters.live("math") == AdapterRef("math", 2))
-    assert node.follower.holds == ("math@2",)
-
-
 async def test_a_version_that_cannot_be_used_costs_no_other_one(node):
     node.adapters.bad.add(1)
     await node(state(version(1), version(1), version(2)))

@@ -48,13 +48,6 @@ async def test_a_version_never_changes(versions):
         await versions.go_live(replace(version, sha256="bb"), None)
 
 
-async def test_a_trainer_that_lost_its_lease_cannot_publish(versions):
-    old, new = await staged(versions, version_of("fenced", 1, fence=5), version_of("fenced", 2, fence=9))
-    live = await versions.go_live(new, None)
-    with pytest.raises(ConflictError, match="lost its lease"):
-        await versions.go_live(old, live)
-
-
 async def test_followers_see_each_change_and_names_may_have_dots(versions):
     following = versions.follow()
     await anext(following)

@@ -3,9 +3,8 @@
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
-from mlx_parallm.config import Config, ServerConfig, Setting, resolve
+from mlx_parallm.config import Config, Setting, resolve
 from mlx_parallm.errors import ConfigError
 
 
@@ -41,11 +40,6 @@ def test_sources_of_one_section_are_merged_key_by_key(yaml_file):
 def test_nothing_set_is_the_default(yaml_file):
     assert resolve({}).config == resolve({}, {}, yaml_file("")).config == Config()
     assert resolve({}, {"MLX_PARALLM_SERVER__PORT": "", "MLX_PARALLM_BLAS": "none", "HOME": "/"}).config == Config()
-
-
-def test_config_is_frozen():
-    with pytest.raises(ValidationError):
-        ServerConfig().port = 1
 
 
 def test_texts_of_flags_and_environment_are_read_by_type():

@@ -5,8 +5,6 @@ import math
 import pytest
 
 from mlx_parallm.config import (
-    Algorithm,
-    LossKind,
     Mode,
     OldLogprobs,
     RewardScale,
@@ -257,15 +255,6 @@ def test_a_key_of_an_inner_section_is_found_by_its_name(yaml_file):
 # ---- what the trainer reads ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [each for each in Algorithm if each is not Algorithm.DISTILLATION])
-def test_null_and_auto_become_the_algorithms_own_values(algorithm):
-    loss = RLTrainingConfig(algorithm=algorithm).resolved(float32=True).loss
-    assert (loss.clip_low, loss.clip_high) == (algorithm.clip_low, algorithm.clip_high)
-    assert loss.scale_rewards is algorithm.scale_rewards
-    assert (loss.algorithm, loss.dual_clip, loss.max_completion_tokens) == (algorithm, 3.0, 1024)
-    assert (loss.kind is LossKind.SFT) == (algorithm is Algorithm.CROSS_ENTROPY)
-
-
 @pytest.mark.parametrize(
     ("written", "float32", "resolved"),
     [
@@ -277,11 +266,6 @@ def test_null_and_auto_become_the_algorithms_own_values(algorithm):
 )
 def test_old_logprobs_depend_on_the_models_precision_unless_they_are_set(written, float32, resolved):
     assert RLTrainingConfig(loss={"old_logprobs": written}).resolved(float32).loss.old_logprobs is resolved
-
-
-def test_micro_steps_are_as_large_as_the_machine_allows_unless_the_operator_says_otherwise():
-    assert RLTrainingConfig().resolved(True, micro_batch_tokens=1024).micro_batch_tokens == 1024
-    assert RLTrainingConfig(micro_batch_tokens=64).resolved(True, micro_batch_tokens=1024).micro_batch_tokens == 64
 
 
 def test_what_the_operator_sets_is_kept():

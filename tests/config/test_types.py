@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.config import human_bytes, is_loopback, parse_bytes
+from mlx_parallm.config import is_loopback, parse_bytes
 from mlx_parallm.config.types import exact_bytes
 
 
@@ -33,16 +33,6 @@ def test_not_a_size(bad):
 @given(st.integers(1, 2**50))
 def test_exact_form_reads_back(size):
     assert parse_bytes(exact_bytes(size)) == size
-
-
-def test_forms_for_people():
-    assert [exact_bytes(size) for size in (8 * 2**20, 4 * 10**9, 1025)] == ["8MiB", "4GB", 1025]
-    assert [human_bytes(size) for size in (0, 1023, 257 * 2**20, 3 * 2**50)] == [
-        "0 B",
-        "1023 B",
-        "257.0 MiB",
-        "3072.0 TiB",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,6 @@ def test_a_start_mark_that_was_begun_is_gone_on_with(compiler: LLCompiler) -> No
     assert allowed(state) == {ord("t")}
 
 
-def test_texts_are_strangers(compiler: LLCompiler) -> None:
-    grammar = compiled(compiler, ReasoningPrefix.OPTIONAL)
-    one, other = grammar.start(), grammar.start()
-    one.accept(ord("<"))
-    assert ord("4") in allowed(other)
-
-
 class WideTokenizer(ByteTokenizer):
     """Token 256 ends the reasoning and begins the answer at once."""
 

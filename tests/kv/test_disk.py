@@ -270,18 +270,6 @@ def test_blocks_come_back_as_they_were_in_parts_too() -> None:
     assert other.bytes_used == 0
 
 
-def test_blocks_that_the_pool_has_by_now_are_left_out() -> None:
-    cache, other = pool(), pool()
-    cached(cache, TEXT[:400])
-    cached(other, TEXT[:200])
-    held = other.bytes_cached
-    blocks = saved(cache)
-    assert HostCopies(other).restore("root", TEXT[:400], blocks[:3])
-    assert other.bytes_cached == held
-    assert HostCopies(other).restore("root", TEXT[:400], blocks[2:])
-    assert found(other, TEXT[:400]) == 384
-
-
 def test_a_gap_before_the_blocks_restores_nothing() -> None:
     cache, other = pool(), pool()
     cached(cache, TEXT[:400])
@@ -300,26 +288,6 @@ def test_a_pool_without_room_restores_nothing_and_takes_nothing_from_rows() -> N
     other.close(row)
     assert HostCopies(other).restore("root", TEXT[:400], blocks)
     assert found(other, TEXT[:400]) == 384
-
-
-@pytest.mark.parametrize("room", [2, 3])
-def test_a_state_without_room_for_it_and_its_prefix_is_not_restored(room: int) -> None:
-    """A state is as large as a block of keys and values here. A row takes one of each. Where there is room for one
-    more, it is that of the cached prefix, which goes when the state wants it."""
-    spec = RecurrentSpec(((256,),), (mx.float32,))
-    cache = LoRABatchedKVCache(KVLayout((LayerSpec(1, 2, 2), spec), mx.float32), DeviceMemory(room * 1024), 4096)
-    cached(cache, TEXT[:64])
-    row = cache.open(64)
-    assert row is not None
-    if room == 2:
-        row.computed = 64
-        cache.freeze(row, "root", TEXT[:64])
-    (node,) = cache.index.chain("root", TEXT[:65])
-    assert cache.checkpoints is not None
-    assert not cache.checkpoints.restore(node, [np.zeros(1024, np.uint8)])
-    assert node.alive is (room == 2)
-    assert list(cache.rows) == [row]
-    cache.check_integrity()
 
 
 def test_places_that_a_window_gave_up_are_filled_again() -> None:
@@ -345,21 +313,6 @@ def test_a_state_comes_back_as_it_was_without_the_rows_beside_it() -> None:
     for (arrays, wanted), spec in zip(zip(got.layers, batch, strict=True), specs, strict=True):
         assert tuple(array.dtype for array in arrays) == spec.dtypes
         assert all(mx.array_equal(array, all[1:2]) for array, all in zip(arrays, wanted, strict=True))
-
-
-def test_no_name_is_that_of_another_kind_of_state() -> None:
-    layouts = [
-        KVLayout((*LAYOUT.layers, *more), LAYOUT.dtype)
-        for more in (
-            (),
-            (RecurrentSpec(((4,),), (mx.float32,)),),
-            (RecurrentSpec(((4,),), (mx.float16,)),),
-            (RecurrentSpec(((2, 2),), (mx.float32,)),),
-        )
-    ]
-    (name,) = list(block_names(b"", TEXT[:65]))
-    assert len({model_key("model", layout) for layout in layouts}) == 4
-    assert name.of_state.key != name.key
 
 
 def test_a_file_that_cannot_be_removed_is_an_error(tmp_path, monkeypatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from pool_walk import FULL, RECURRENT
 from pools import MODELS, TEXT, cached, computed, found, pool, reserve
 
 # ---- the budget ------------------------------------------------------------------------------------
@@ -21,78 +20,12 @@ def test_longest_row_is_what_fits_alone(blocks, longest, tags) -> None:
         cache.open(5001)
 
 
-def test_the_budget_is_never_passed_and_comes_back(tags) -> None:
-    cache = pool(4)
-    rows = [cache.open(60) for _ in range(4)]
-    assert all(rows)
-    assert cache.open(1) is None
-    assert not cache.extend(rows[0], 65)
-    for row in rows:
-        cache.close(row)
-    cache.tidy(1 << 30)
-    assert cache.bytes_held <= cache.device.budget_bytes
-    assert cache.open(256) is not None
-
-
 def test_rows_hold_little_more_than_they_use(tags) -> None:
     cache = pool(10_000)
     rows = [cache.open(length) for length in [4000, *range(20, 620, 5)]]
     for row, length in zip(rows, [4000, *range(20, 620, 5)], strict=True):
         row.computed = length
     assert cache.bytes_held * 64 <= 1.3 * cache.tokens_used  # half a block a row, and the growth of a sixteenth
-
-
-def test_after_a_straggler_the_arena_shrinks(tags) -> None:
-    cache = pool(10_000)
-    rows = [computed(cache, TEXT[:640], root=None) for _ in range(50)]
-    for row in rows[:-1]:
-        cache.close(row)
-    before = [cache.groups[0].arena.tags[block_id] for block_id in rows[-1].tables[0]]
-    calls = 1
-    while cache.tidy(4, quiet=True):
-        calls += 1
-        cache.check_integrity()
-    assert calls >= 3, "a call moves few blocks"
-    assert cache.bytes_held == 10
-    assert [cache.groups[0].arena.tags[block_id] for block_id in rows[-1].tables[0]] == before
-    assert rows[-1].tables[0] == list(range(10))
-
-
-def test_cached_prefixes_do_not_count_as_held_and_a_tidy_keeps_them(tags) -> None:
-    cache = pool(10_000)
-    cached(cache, TEXT[:640])
-    straggler = computed(cache, TEXT[:640], root=None)
-    for row in [computed(cache, TEXT[:640], root=None) for _ in range(20)]:
-        cache.close(row)
-    while cache.tidy(100, quiet=True):
-        pass
-    assert (cache.bytes_held, cache.bytes_cached) == (10, 10)
-    cache.close(straggler)
-    while cache.tidy(100, quiet=True):
-        pass
-    assert (cache.bytes_held, cache.bytes_cached) == (10, 10), "an idle arena is ready for the next row"
-    assert found(cache, TEXT) == 640
-
-
-def test_an_arena_grows_before_a_row_needs_it_and_nothing_grows_for_nobody(tags) -> None:
-    cache = pool(10_000)
-    assert not cache.tidy(100)
-    assert cache.bytes_held == 0
-    rows = [cache.open(6400) for _ in range(10)]
-    while cache.tidy(4):
-        cache.check_integrity()
-    total = cache.groups[0].allocator.total
-    assert total > 1000
-    while cache.groups[0].allocator.total == total:
-        rows.append(cache.open(640))
-        while cache.tidy(4):
-            cache.check_integrity()
-        assert cache.groups[0].allocator.free >= cache.groups[0].allocator.total // 140
-    for row in rows:
-        cache.close(row)
-    while cache.tidy(100, quiet=True):
-        pass
-    assert cache.bytes_held == 0
 
 
 def test_an_arena_grows_before_a_prefix_is_evicted_and_the_oldest_goes_first(tags) -> None:
@@ -132,15 +65,6 @@ def test_a_row_that_is_alone_gets_the_whole_budget_whatever_came_before(layers, 
     cache.check_integrity()
 
 
-def test_a_row_of_the_whole_budget_does_not_wait_for_a_block_that_it_would_copy(tags) -> None:
-    cache = pool(10)
-    cached(cache, TEXT[:540])
-    row = cache.open(640, "v1", TEXT[:640])
-    assert row is not None
-    assert row.computed == 512
-    cache.check_integrity()
-
-
 def test_what_is_reserved_is_not_there_for_rows_beside_others(tags) -> None:
     cache = pool(64)
     first = cache.open(64)
@@ -152,41 +76,6 @@ def test_what_is_reserved_is_not_there_for_rows_beside_others(tags) -> None:
     reserve(cache, 0)
     assert cache.extend(first, 65)
     cache.check_integrity()
-
-
-@pytest.mark.parametrize(("left", "makes"), [(7, False), (8, True)])
-def test_checkpoints_that_may_be_of_no_use_take_an_eighth_of_what_others_leave(left, makes, tags) -> None:
-    cache = pool(40, [RECURRENT, FULL])
-    reserve(cache, cache.device.budget_bytes - left)
-    row = cache.open(320, "v1", TEXT[:400])
-    assert row is not None
-    assert row.tentative == {256}
-    cache.reserve_checkpoint(row, 256)
-    assert bool(row.checkpoints) is makes
-    cache.check_integrity()
-
-
-def test_cached_prefixes_give_way_first_when_more_is_reserved(tags) -> None:
-    cache = pool(64)
-    row = computed(cache, TEXT[:640], root=None)
-    for start in (0, 500, 1000):
-        cached(cache, TEXT[start : start + 640])
-    reserve(cache, 40)
-    while cache.tidy(100):
-        pass
-    assert list(cache.rows) == [row]
-    assert cache.bytes_held + cache.bytes_cached <= 24
-    assert cache.bytes_cached >= 8
-    cache.check_integrity()
-
-
-def test_clear_drops_rows_arrays_and_prefixes(tags) -> None:
-    cache = pool(64)
-    cached(cache, TEXT[:640])
-    computed(cache, TEXT[:100])
-    cache.clear()
-    assert (list(cache.rows), cache.bytes_held, cache.bytes_cached) == ([], 0, 0)
-    assert found(cache, TEXT) == 0
 
 
 # ---- a device without memory -----------------------------------------------------------------------

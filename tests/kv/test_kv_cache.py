@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from pool_walk import PoolWalk, install
-from pools import MODELS, TEXT, WITH_STATES, cached, computed, found, pool
+from pools import MODELS, TEXT, WITH_STATES, computed, found, pool
 
 from mlx_parallm.kv.arena import Arena, lines_of
 from mlx_parallm.kv.blocks import FREED
@@ -18,30 +16,6 @@ from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model.layer_state import KVLayout, LayerSpec
 
 # ---- the cache of prefixes -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
-def test_a_second_turn_starts_with_all_of_the_first_at_every_alignment(layers, tags) -> None:
-    for length in range(700, 764):
-        cache = pool(100, layers)
-        cached(cache, TEXT[:length])
-        assert found(cache, [*TEXT[:length], *range(300, 350)]) == (length if length % 64 >= 8 else length // 64 * 64)
-
-
-def test_the_same_prompt_again_leaves_one_token_to_compute(tags) -> None:
-    cache = pool(100)
-    cached(cache, TEXT[:192])
-    assert found(cache, TEXT[:192]) == 191
-    assert (cache.queries, cache.hits) == (384, 191)
-
-
-def test_other_roots_find_nothing_and_no_root_does_not_look(tags) -> None:
-    cache = pool(100)
-    cached(cache, TEXT[:300])
-    assert found(cache, TEXT[:300], root="v2") == 0
-    row = cache.open(300)
-    assert row is not None
-    assert row.computed == 0
 
 
 def test_rows_with_equal_tokens_read_the_same_blocks(tags) -> None:
@@ -56,48 +30,6 @@ def test_rows_with_equal_tokens_read_the_same_blocks(tags) -> None:
     assert first.tables[0][3] != second.tables[0][3], "the block that is being filled is a row's own"
     assert cache.tokens_used == 3 * 64 + 2 * 8
     cache.check_integrity()
-
-
-def test_prompts_have_a_key_in_common_only_if_they_compute_the_same_block_next(tags) -> None:
-    cache = pool(100)
-
-    def key(row: KVRow | None, ids: list[int], root: str = "v1") -> Hashable:
-        assert row is not None
-        return cache.take_over(row, root, ids)
-
-    begin = [key(cache.open(300), TEXT[:300]), key(cache.open(300), [*TEXT[:64], *range(99)])]
-    assert begin[0] == begin[1]
-    assert key(cache.open(300), TEXT[:300], "v2") != begin[0], "another adapter gives other keys and values"
-    go_on = [key(computed(cache, first), [*first, *TEXT[:100]]) for first in (TEXT[:64], TEXT[:64], TEXT[1:65])]
-    assert go_on[0] == go_on[1]
-    assert len({begin[0], *go_on}) == 3, "other tokens come before it"
-
-
-def test_blocks_are_registered_as_far_as_their_tokens_are_known(tags) -> None:
-    cache = pool(100)
-    row = cache.open(300)
-    assert row is not None
-    row.computed = 256
-    cache.freeze(row, "v1", TEXT[:255])
-    assert found(cache, TEXT[:300]) == 192
-
-
-def test_without_a_prefix_cache_nothing_is_kept(tags) -> None:
-    cache = pool(100, keep_prefixes=False)
-    cached(cache, TEXT[:300])
-    assert found(cache, TEXT[:300]) == 0
-    assert (cache.bytes_cached, cache.queries) == (0, 0)
-
-
-def test_a_dropped_root_is_not_found_and_what_live_rows_read_stays(tags) -> None:
-    cache = pool(100)
-    row = computed(cache, TEXT[:300])
-    cached(cache, TEXT[:200], root="v2")
-    cache.index.drop("v1")
-    assert (found(cache, TEXT), found(cache, TEXT, root="v2")) == (0, 200)
-    assert row.tables[0] == [0, 1, 2, 3, 4]
-    cache.index.reset()
-    assert (cache.bytes_cached, found(cache, TEXT, root="v2")) == (0, 0)
 
 
 def test_a_row_that_goes_on_after_a_reset_registers_all_of_its_blocks(tags) -> None:
@@ -133,15 +65,6 @@ def test_a_row_that_is_closed_within_a_frozen_block_leaves_no_tail(tags) -> None
     assert found(cache, TEXT[:193]) == 192
 
 
-def test_a_row_that_shares_its_only_block_leaves_no_empty_root(tags) -> None:
-    cache = pool(100)
-    row, _reader = computed(cache, TEXT[:64]), computed(cache, TEXT[:65])
-    cache.index.reset()
-    cache.truncate(row, 20)
-    cache.close(row, "v1", TEXT[:20])
-    cache.check_integrity()
-
-
 # ---- forks -----------------------------------------------------------------------------------------
 
 
@@ -158,15 +81,6 @@ def test_a_fork_shares_full_blocks_and_copies_the_last(tags) -> None:
     cache.check_integrity()
 
 
-def test_sixteen_samples_of_a_prompt_hold_it_once(tags) -> None:
-    cache = pool(100)
-    source = computed(cache, TEXT[:640])
-    forks = [cache.fork(source, 640, 660) for _ in range(15)]
-    assert all(forks)
-    assert cache.tokens_used == 640
-    assert sum(group.allocator.used for group in cache.groups) == 10 + 15
-
-
 # ---- windows ---------------------------------------------------------------------------------------
 
 
@@ -180,14 +94,6 @@ def test_a_window_gives_back_what_no_token_attends_to(tags) -> None:
     assert FREED not in windowed[8:]
     assert cache.groups[1].allocator.used == 2
     cache.check_integrity()
-
-
-def test_tokens_below_a_window_are_not_in_use(tags) -> None:
-    cache = pool(100, MODELS["windowed"])
-    row = computed(cache, TEXT[:640], root=None)
-    assert cache.tokens_used == 640
-    cache.release_windows(row)
-    assert cache.tokens_used == 2 * 64
 
 
 def test_blocks_below_a_window_stay_cached_until_their_memory_is_needed(tags) -> None:
@@ -213,18 +119,6 @@ def test_a_row_cannot_go_back_to_where_its_window_is_gone(tags) -> None:
     cache.truncate(row, 0)
     assert cache.extend(row, 100)
     cache.check_integrity()
-
-
-def test_blocks_that_a_window_gave_back_before_they_were_registered_leave_no_empty_nodes(tags) -> None:
-    cache = pool(100, [LayerSpec(1, 2, 2, window=5)])
-    row = cache.open(320)
-    assert row is not None
-    row.computed = 320 + 10 - 64
-    cache.release_windows(row)
-    cache.freeze(row, "v1", TEXT)
-    cache.check_integrity()
-    cache.close(row)
-    assert (cache.bytes_cached, cache.index.reset()) == (0, 0)
 
 
 # ---- real arrays -----------------------------------------------------------------------------------
@@ -290,21 +184,6 @@ def test_an_arena_that_fails_to_grow_gives_back_the_layers_that_have_grown(monke
     assert cache.open(1280) is None
     assert [arena.keys[layer].shape[1] for layer in (0, 1)] == [arena.blocks] * 2 == [16, 16]
     cache.check_integrity()
-
-
-@pytest.mark.parametrize("spec", [LayerSpec(1, 2, 2), LayerSpec(1, 3, 0, latent=2)], ids=["values", "latent"])
-def test_a_limit_of_bytes_ends_a_resize_after_the_layer_that_reaches_it(spec: LayerSpec) -> None:
-    arena = Arena([spec] * 3, mx.float32)
-    for grown in ([4, 0, 0], [4, 4, 0], [4, 4, 4]):
-        assert arena.resize(4, most_bytes=1) is (0 not in grown)
-        assert [keys.shape[1] for keys in arena.keys] == grown
-
-
-def test_the_group_of_the_widest_window_is_first() -> None:
-    """Its blocks are the ones whose content is saved, because the other groups give theirs back earlier."""
-    layers = [LayerSpec(1, 2, 2, window) for window in (100, 300, None, 200)]
-    assert [group.window for group in pool(10, layers).groups] == [None, 300, 200, 100]
-    assert [group.window for group in pool(10, layers[:2]).groups] == [300, 100]
 
 
 # ---- random operations -----------------------------------------------------------------------------

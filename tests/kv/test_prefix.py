@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from mlx_parallm.kv.blocks import FREED, BlockAllocator
-from mlx_parallm.kv.prefix import PrefixIndex, PrefixNode, first_visible
+from mlx_parallm.kv.prefix import PrefixIndex, PrefixNode
 
 TEXT = [i % 97 for i in range(640)]
 
@@ -91,16 +89,6 @@ def test_the_least_recently_used_chain_is_evicted_from_its_end() -> None:
     cache.check()
 
 
-def test_a_chain_that_a_row_reads_is_not_evicted() -> None:
-    cache = Cache(None)
-    row = cache.add("v1", TEXT[:128])
-    assert cache.index.evict(0, 10) == 0
-    assert cache.found("v1", TEXT) == 2
-    cache.close(row)
-    assert cache.index.evict(0, 10) == 2
-    cache.check()
-
-
 def test_drop_ends_one_root_and_reset_all() -> None:
     cache = Cache(None)
     live = cache.add("v1", TEXT[:128])
@@ -116,14 +104,6 @@ def test_drop_ends_one_root_and_reset_all() -> None:
     cache.check()
 
 
-@pytest.mark.parametrize(
-    ("length", "window", "block"), [(640, None, 0), (99, 100, 0), (163, 100, 1), (162, 100, 0), (64, 1, 1), (64, 2, 0)]
-)
-def test_first_visible(length, window, block) -> None:
-    """The token at `length` attends to positions above length - window."""
-    assert first_visible(length, window) == block
-
-
 def test_a_window_that_gave_blocks_up_is_used_only_where_the_rest_is_enough() -> None:
     cache = Cache(None, 100)  # a token at 64 * n attends to the last two blocks
     row = cache.add("v1", TEXT[:384])
@@ -134,13 +114,3 @@ def test_a_window_that_gave_blocks_up_is_used_only_where_the_rest_is_enough() ->
     assert [node.block_ids[1] == FREED for node in row] == [True, True, False, False, False, False]
     assert [cache.found("v1", TEXT[: 64 * n + 1]) for n in range(1, 7)] == [0, 0, 0, 4, 5, 6]
     cache.check()
-
-
-def test_a_model_of_windows_only_keeps_no_nodes_without_blocks() -> None:
-    cache = Cache(100)
-    cache.close(cache.add("v1", TEXT[:384]))
-    for n in range(1, 7):
-        assert cache.index.evict(0, 1) == 1
-        cache.check()
-        assert cache.allocators[0].free == 94 + n
-    assert cache.index.nodes() == []

@@ -83,16 +83,3 @@ def test_what_this_process_uses_does_not_count(monkeypatch):
     second = "cpu 0 0 0 0\ncpu0 200 20 110 9 9 10 5 5 0 0\ncpu1 200 0 0 9 0 0 0 0 0 0\ncpu2 900 0 0 0 0 0 0 0 0 0\n"
     stat, used, clock = [first, second], [3.0, 4.0], [10.0, 12.0, 12.0, 12.0]
     assert OtherPrograms().cores() == pytest.approx((1.5 + 2 - 1) / 2)
-
-
-@LINUX
-def test_what_others_used_while_this_process_was_stopped_does_not_count(monkeypatch):
-    monkeypatch.setattr(processors.Path, "read_text", lambda self: stat.pop(0))
-    monkeypatch.setattr(processors.os, "sched_getaffinity", lambda process: {0}, raising=False)
-    monkeypatch.setattr(processors.time, "process_time", lambda: 3.0)
-    monkeypatch.setattr(processors.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(processors.time, "sleep", lambda seconds: clock.append(clock.pop(0) + seconds))
-    clock, stat = [10.0], [f"cpu0 {ticks} 0 0 0 0 0 0 0 0 0\n" for ticks in (0, 3000, 3010)]
-    others = OtherPrograms()
-    clock[0] += 30
-    assert others.cores() == pytest.approx(0.1 / 0.25), "of the quarter of a second that is waited for"

@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import numpy as np
 from lora import random_adapter
 from tiny import tiny_model
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.app.parts import Parts
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span, in_order
@@ -111,32 +110,3 @@ def test_a_follower_has_the_keys_values_and_factors_of_rank_0() -> None:
         assert mx.array_equal(group.a, its_bank.groups[name].a).item()
     leader.clear()
     assert sum(array.size for array in follower.cache.arrays()) == 0
-
-
-def test_what_is_read_from_the_bank_is_what_was_written() -> None:
-    _, bank, _, _ = pair_of_ranks()
-    weights = random_adapter(bank.layout, seed=1)
-    write(bank, 1, weights)
-    found: dict[str, LoRAPair] = {}
-    for _ in bank.read(1, {path: pair.rank for path, pair in weights.pairs.items()}, found):
-        pass
-    for path, pair in weights.pairs.items():
-        product = np.array(found[path].a) @ np.array(found[path].b)
-        np.testing.assert_allclose(product, pair.scale * pair.a @ pair.b, atol=1e-5)
-
-
-def test_adapters_can_be_dropped_on_all_ranks() -> None:
-    _, bank, _, its_bank = pair_of_ranks()
-    write(bank, 1, random_adapter(bank.layout, seed=1))
-    assert its_bank.nbytes == bank.nbytes > 0
-    bank.clear()
-    assert its_bank.nbytes == 0
-
-
-def test_unlimited_numbers_travel() -> None:
-    leader, _, follower, _ = pair_of_ranks()
-    leader.dense_rows = float("inf")
-    row = leader.cache.open(3)
-    assert row is not None
-    run(leader, [row], [[1, 2, 3]])
-    assert follower.dense_rows == float("inf")

@@ -18,7 +18,7 @@ from tiny import tiny_model
 from trainers import LORA, SETTINGS, learn, leaves, make_policy, make_trainer, samples
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.extras.ranks.operations import Operation, TrainedSpan, TrainingPass, TrainingStage
+from mlx_parallm.extras.ranks.operations import Operation, TrainingPass, TrainingStage
 from mlx_parallm.extras.ranks.parts import FollowingParts
 from mlx_parallm.extras.ranks.tensor_parallel import split_model
 from mlx_parallm.extras.ranks.training import FollowingTraining, LeadingTrainableModel
@@ -26,11 +26,8 @@ from mlx_parallm.extras.ranks.wire import decode, encode
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
-from mlx_parallm.train.branches import Branch, Bucket
-from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.trainer import GRPOTrainer
 
-FAMILIES = ("llama", "qwen2", "qwen3", "quantized")
 PROGRAM = Path(__file__).with_name("training_program.py")
 
 
@@ -89,29 +86,6 @@ def test_a_follower_computes_every_stage_and_rank_0_learns_what_one_learns() -> 
         layers + layers * each.learns for each in begun
     )
     assert not inside.follower._stages, "nothing is kept of a pass that was computed"
-
-
-def test_what_is_left_of_an_abandoned_pass_is_dropped_with_the_next_one() -> None:
-    trainer, inside = pair_of_ranks()
-    trainer.pace(1e-9)  # a unit is one stage
-    policy = make_policy(trainer)
-    trainer.begin(policy, UpdateBatch(tuple(samples(8))))
-    for _ in range(3):
-        trainer.advance()
-    trainer.abandon(policy)
-    left = set(inside.follower._stages)
-    assert left
-    learn(trainer, policy, samples(8, seed=1))
-    assert not inside.follower._stages
-    assert left <= {number for each in inside.operations if isinstance(each, TrainingPass) for number in each.dropped}
-
-
-def test_how_tokens_lie_travels() -> None:
-    inner = Branch(3, 2, (Bucket(2, 4, 1),))
-    begun = TrainingPass(
-        7, [1, 2, 3], [Branch(0, 3, (), (inner,))], [TrainedSpan(3, 2.0, {"q": 4})], True, False, [5], "training pass"
-    )
-    assert decode(encode(begun)[8:]) == begun
 
 
 @pytest.mark.slow

@@ -53,15 +53,6 @@ def test_decode_rows_alone_correct_the_scale(before: float, after: float) -> Non
     assert machine.cost.seconds(PROMPT) == pytest.approx(after * calibrated.seconds(PROMPT), rel=0.2)
 
 
-def test_sampling_is_no_sign_of_a_slow_machine() -> None:
-    machine = Machine()
-    machine.decode(1.0, times=50)
-    for _ in range(20):
-        machine.run(ROWS + PROMPT, len(ROWS), 1.0)
-        machine.decode(1.0, times=5)
-    assert machine.cost.scale == pytest.approx(1.0)
-
-
 def test_after_idle_minutes_the_newest_observation_counts_most() -> None:
     machine = Machine()
     machine.prefill(10.0, times=40)
@@ -93,23 +84,6 @@ def test_terms_that_were_measured_wrongly_are_corrected(measured: float) -> None
     assert machine.cost.seconds(ROWS, len(ROWS)) == pytest.approx(machine.calibrated.seconds(ROWS, len(ROWS)), rel=0.05)
 
 
-def test_prompts_alone_and_answers_alone_say_nothing_of_the_terms() -> None:
-    machine, noise = Machine(), random.Random(3)
-    for _ in range(300):
-        machine.prefill(noise.uniform(0.5, 2.0))
-    assert machine.cost.chunk_scale == pytest.approx(1.0)
-    machine = Machine()
-    for _ in range(300):
-        machine.decode(noise.uniform(0.5, 2.0))
-    assert machine.cost.chunk_scale == pytest.approx(1.0)
-
-
-def test_a_unit_takes_the_fixed_time_once_and_the_time_of_each_part() -> None:
-    cost = CostModel(0.01, 0.001, 1e-6, per_sample=0.002, scale=2.0)
-    parts = sum(map(cost.chunk_seconds, ROWS + PROMPT))
-    assert cost.seconds(ROWS + PROMPT, samples=4) == pytest.approx(2 * (0.01 + 4 * 0.002) + parts)
-
-
 @given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-4), st.integers(0, 8000), st.floats(0.001, 3))
 @settings(max_examples=200)
 def test_the_largest_chunk_within_a_time_is_the_largest(
@@ -135,25 +109,6 @@ def test_drafts_that_cost_more_than_was_measured_are_left_off_and_tried_again() 
 
 
 # -- what no longer fits ---------------------------------------------------------------------------
-
-
-def test_bad_minutes_are_forgotten_after_a_pause() -> None:
-    """A hot machine cools down while nobody asks."""
-    machine = Machine()
-    machine.decode(6.0, times=50)
-    machine.now += 120
-    machine.decode(1.0)
-    assert machine.cost.scale == pytest.approx(1.0, rel=0.1)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1.0, 3.0), (3.0, 1.0)])
-def test_low_power_mode_is_followed_within_seconds(before: float, after: float) -> None:
-    machine = Machine()
-    machine.decode(before, times=50)
-    started = machine.now
-    while abs(machine.cost.scale - after) > 0.1 * after:
-        machine.decode(after)
-    assert machine.now - started < 3
 
 
 def test_after_sleep_the_first_unit_alone_sets_the_scale() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from driver import new_sequence
 
@@ -38,26 +36,9 @@ def test_nothing_is_drafted_where_each_token_costs_a_pass() -> None:
     assert drafted(DEAR, row(0.9), row(0.9)) == [0, 0]
 
 
-def test_the_rows_that_are_right_more_often_get_the_longer_drafts() -> None:
-    first, second = drafted(CHEAP, row(0.9), row(0.4))
-    assert first > second
-
-
-def test_a_row_does_not_make_the_others_wait_for_less_than_it_gains() -> None:
-    alone = drafted(CHEAP, row(0.5))[0]
-    beside = drafted(CHEAP, *[row(0.5, proposed=0) for _ in range(15)], row(0.5))[-1]
-    assert beside < alone
-
-
 @pytest.mark.parametrize(("max_tokens", "sampled", "most"), [(10, 9, 0), (10, 8, 1), (10, 1, 8), (3, 1, 1)])
 def test_no_token_is_drafted_beyond_the_last_one(max_tokens: int, sampled: int, most: int) -> None:
     assert drafted(CHEAP, row(1.0, max_tokens=max_tokens, sampled=sampled)) == [most]
-
-
-def test_a_draft_after_a_token_that_was_not_read_is_not_drafted() -> None:
-    unread = row(1.0)
-    unread.tokens.pop()
-    assert drafted(CHEAP, unread) == [0]
 
 
 def test_the_measured_times_of_a_few_rows_decide() -> None:
@@ -100,21 +81,6 @@ def test_a_draft_model_drafts_nothing_where_its_passes_take_longer_than_they_gai
     assert to_draft(QUICK, modelled(0.9), cost=DEAR) == [0]
 
 
-def test_a_draft_that_costs_nothing_is_taken_before_that_of_a_draft_model() -> None:
-    assert to_draft(QUICK, modelled(0.8, proposed=7, of_draft=0.8)) == [0]
-    free, drafted_by_model = to_draft(
-        QUICK, modelled(0.6, proposed=7, of_draft=0.8), modelled(0.8, proposed=7, of_draft=0.1)
-    )
-    assert free == 0
-    assert drafted_by_model > 0
-
-
 def test_a_draft_model_drafts_no_token_beyond_the_last_one() -> None:
     assert to_draft(QUICK, modelled(1.0, max_tokens=4, sampled=1)) == [2]
     assert to_draft(QUICK, modelled(1.0, max_tokens=2, sampled=1)) == [0]
-
-
-def test_a_load_on_the_machine_slows_both_models() -> None:
-    """So it changes nothing."""
-    loaded = [replace(cost, scale=5.0) for cost in (QUICK, CHEAP)]
-    assert to_draft(loaded[0], modelled(0.7), cost=loaded[1]) == to_draft(QUICK, modelled(0.7))

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from driver import Driver, new_sequence
+from driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.requests import WorkClass
-from mlx_parallm.engine.budget import ROW_TOKENS, TokenShares
+from mlx_parallm.engine.budget import ROW_TOKENS
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.units import ForwardUnit
 
@@ -124,16 +123,6 @@ def test_priority_comes_before_fairness() -> None:
     assert not urgent
 
 
-def test_a_row_of_a_better_priority_or_another_class_does_not_give_way() -> None:
-    for fields in ({"priority": -1}, {"work_class": WorkClass.TRAINING}):
-        driver = Driver(max_rows=4, row_shares={WorkClass.INFERENCE: 1.0, WorkClass.TRAINING: 1.0})
-        flood(driver, 4, "first", **fields)
-        driver.step()
-        driver.add(40, key="other")
-        driver.step()
-        assert driver.scheduler.preemptions == 0
-
-
 def test_one_key_alone_keeps_the_order_of_urgency() -> None:
     driver = Driver(max_rows=1)
     lengths = [50, 20, 40, 10, 60, 30]
@@ -141,19 +130,6 @@ def test_one_key_alone_keeps_the_order_of_urgency() -> None:
         driver.add(length, max_tokens=1, key="only")
     driver.run()
     assert [sequence.prompt_length for sequence in driver.finished] == sorted(lengths)
-
-
-def test_what_is_counted_is_bounded() -> None:
-    """Names of adapters come and go; counts that cannot matter any more are dropped."""
-    shares = TokenShares()
-    sequences = [new_sequence([0], 1, key="k", adapter=AdapterRef(f"a{number}", 1)) for number in range(10_000)]
-    shares.hold(sequences[0])
-    for sequence in sequences:
-        shares.behind([(sequence.work_class, sequence.key, sequence.adapter.name)])
-        shares.charge(sequence, 5)
-    assert len(shares._tokens) <= 4096
-    assert shares.tokens((WorkClass.INFERENCE, "k")) == 50_000
-    assert shares.tokens((WorkClass.INFERENCE, "k", "a0")) == 5
 
 
 REQUESTS = st.lists(
@@ -184,16 +160,6 @@ def test_every_key_gets_on_and_everything_ends(
     assert len(driver.finished) == len(requests)
 
 
-def test_a_row_counts_before_its_tokens_do() -> None:
-    """Two keys that begin together get as many rows, although no token has been counted."""
-    driver = Driver(max_rows=8)
-    flood(driver, 20, "a")
-    flood(driver, 20, "b")
-    driver.scheduler.admit()
-    assert Counter(row.key for row in driver.scheduler.live) == {"a": 4, "b": 4}
-    assert ROW_TOKENS > 0
-
-
 # ---- rows that are taken back ----------------------------------------------------------------------
 
 
@@ -215,26 +181,6 @@ def test_a_key_that_comes_later_has_its_share_soon(rows: int, before: int) -> No
     assert 0.4 <= got["later"] / got.total() <= 0.6, held(driver)
     assert abs(held(driver)["later"] - rows / 2) <= 1
     assert driver.scheduler.preemptions <= rows / 2
-
-
-def test_keys_at_their_share_take_nothing_from_each_other() -> None:
-    driver = Driver(max_rows=16)
-    for key in ("a", "b", "c"):
-        flood(driver, 60, key, tokens=10, max_tokens=60)
-    tokens_by(driver, by_key, 400)
-    assert driver.scheduler.waiting > 0
-    assert driver.scheduler.preemptions <= 2
-
-
-def test_a_key_with_few_requests_takes_no_more_rows_than_it_needs() -> None:
-    driver = Driver(max_rows=16)
-    flood(driver, 40, "flood", max_tokens=5000)
-    for _ in range(50):
-        driver.step()
-    flood(driver, 3, "few", max_tokens=30)
-    tokens_by(driver, by_key, 60)
-    assert driver.scheduler.preemptions <= 3
-    assert held(driver)["flood"] == 16
 
 
 def test_rows_of_a_better_priority_are_not_taken() -> None:

@@ -8,7 +8,7 @@ from driver import STEP, Driver
 from mlx_parallm.core.requests import Pooling
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import SequenceStatus
-from mlx_parallm.engine.units import MOST_POOLED, ForwardUnit
+from mlx_parallm.engine.units import ForwardUnit
 
 ENDLESS = 10**9
 
@@ -45,14 +45,6 @@ def test_a_prompt_of_tokens_passes_texts_that_have_used_their_share() -> None:
     assert prompt.status is SequenceStatus.RUNNING
 
 
-def test_without_decode_rows_texts_share_units() -> None:
-    driver = Driver(cost=CostModel(0.01, 1e-5, 0.0))
-    texts = [driver.add(32, 1, pooling=Pooling.MEAN) for _ in range(100)]
-    units = [unit for unit in driver.run() if isinstance(unit, ForwardUnit)]
-    assert len(units) == -(-100 // MOST_POOLED)
-    assert all(text.status is SequenceStatus.FINISHED for text in texts)
-
-
 def test_texts_leave_rows_to_others() -> None:
     driver = Driver(max_rows=40)
     for _ in range(200):
@@ -61,12 +53,3 @@ def test_texts_leave_rows_to_others() -> None:
     prompt = driver.add(8, 4)
     driver.step()
     assert prompt.status is not SequenceStatus.WAITING
-
-
-def test_pooled_texts_do_not_count_as_drawn_tokens() -> None:
-    """The cost of the output layer is not theirs."""
-    driver = busy(3)
-    driver.add(8, 1, pooling=Pooling.LAST)
-    units = [unit for unit in (driver.step() for _ in range(12)) if isinstance(unit, ForwardUnit)]
-    sampled = [(len(unit.sampling), unit.tokens_sampled) for unit in units]
-    assert (4, 3) in sampled

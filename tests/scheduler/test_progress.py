@@ -150,50 +150,6 @@ def test_no_prompt_passes_8_steps_without_a_chunk(seeds: range) -> None:
     assert most == MAX_STEPS_WITHOUT_CHUNK - 1, "the limit was put to the test"
 
 
-@pytest.mark.parametrize("predicted", [0.01, 0.31, 1.0, 100.0])
-def test_a_prompt_is_computed_beside_a_row_however_long_its_chunks_are_said_to_take(predicted: float) -> None:
-    """In each step one least chunk, though making room for rows took a little time."""
-    driver = Driver(cost=CostModel(0.01, predicted / 16, 0.0))
-    row = driver.add(2, max_tokens=ENDLESS)
-    while row.sampled < 5:
-        driver.step()
-    prompt = driver.add(62)
-    while prompt not in driver.finished:
-        driver.scheduler.gap.add_wait_time(1e-6)
-        driver.step()
-    assert row.sampled <= 5 + 4 + 5, "four chunks, four tokens"
-
-
-def test_a_prompt_without_time_for_it_gets_its_first_chunk_in_the_eighth_step_and_not_before() -> None:
-    """Also one that had waited for as long before its row was taken away."""
-    driver = Driver(cost=CostModel(0.01, 0.1, 0.0))
-    row = driver.add(2, max_tokens=ENDLESS)
-    while row.status is not SequenceStatus.RUNNING:
-        driver.step()
-    prompt = driver.add(40)
-    for _ in range(2):
-        steps = 0
-        while not prompt.computed:
-            driver.scheduler.gap.add_wait_time(0.26)
-            steps += isinstance(driver.step(), ForwardUnit)
-        assert steps == MAX_STEPS_WITHOUT_CHUNK
-        prompt.steps_waited = MAX_STEPS_WITHOUT_CHUNK - 1
-        driver.scheduler.preempt(prompt)
-
-
-def test_prompts_get_on_where_training_wants_every_gap() -> None:
-    driver = Driver(training_time_share=1.0, cost=CostModel(1.0, 0.01, 0.0))
-    driver.micro_steps = ENDLESS
-    row = driver.add(2, max_tokens=ENDLESS)
-    while not row.sampled:
-        driver.step()
-    prompts = [driver.add(40, max_tokens=1) for _ in range(20)]
-    while not all(prompt in driver.finished for prompt in prompts):
-        driver.step()
-        assert all(s.steps_waited < MAX_STEPS_WITHOUT_CHUNK for s in driver.scheduler.live)
-    assert driver.training_seconds > 0.0
-
-
 @pytest.mark.parametrize(("count", "tokens"), [(30, 60), (120, 60), (40, 900)])
 def test_many_prompts_share_the_steps_evenly(count: int, tokens: int) -> None:
     """Those with rows get on within 8 steps, no step is longer than the budget for that, and the others come after."""

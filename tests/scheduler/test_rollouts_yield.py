@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from driver import STEP, Driver
+from driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,26 +54,6 @@ def test_beside_live_requests_rollouts_have_one_row_while_training_waits() -> No
     assert classes(decoding(driver)) == {LIVE: 8, ROLLOUT: 3}
 
 
-def test_the_oldest_rollouts_draw_and_all_end_beside_endless_requests() -> None:
-    driver = Driver()
-    driver.add(5, max_tokens=ENDLESS)
-    rollouts = [driver.add(5, max_tokens=6, work_class=ROLLOUT) for _ in range(5)]
-    while len(driver.finished) < 5:
-        driver.step()
-    assert driver.finished == rollouts
-
-
-def test_paused_rollouts_go_on_when_the_requests_have_ended() -> None:
-    driver = Driver()
-    driver.add(5, max_tokens=4)
-    for _ in range(4):
-        driver.add(5, max_tokens=20, work_class=ROLLOUT)
-    sizes = [classes(unit)[ROLLOUT] for unit in driver.run() if isinstance(unit, ForwardUnit) and unit.decodes]
-    assert 1 in sizes
-    assert 4 in sizes
-    assert len(driver.finished) == 5
-
-
 def test_a_share_of_one_leaves_rollouts_one_row() -> None:
     driver = Driver(row_shares={LIVE: 1.0, ROLLOUT: 0.0})
     for _ in range(3):
@@ -91,18 +71,6 @@ def test_prompts_of_live_requests_are_computed_first() -> None:
     assert [span.row for span in unit.spans] == [live]
     driver.run()
     assert set(driver.finished) == {rollout, live}
-
-
-def test_rollouts_make_way_when_memory_is_spent() -> None:
-    driver = Driver(budget=60)
-    rollouts = [driver.add(10, max_tokens=30, work_class=ROLLOUT) for _ in range(2)]
-    live = [driver.add(10, max_tokens=20) for _ in range(2)]
-    while not all(sequence in driver.finished for sequence in live):
-        driver.step()
-        assert all(sequence.status is not SequenceStatus.WAITING or not sequence.sampled for sequence in live)
-    assert driver.scheduler.preemptions > 0
-    driver.run()
-    assert set(driver.finished) == {*rollouts, *live}
 
 
 @settings(max_examples=40, deadline=None)
@@ -145,34 +113,3 @@ def test_a_new_schedule_takes_effect_at_once() -> None:
     assert run_for(driver, 40) == pytest.approx(0.5, rel=0.05)
     driver.scheduler.reschedule(DeviceSchedule(training_time_share=0.05))
     assert run_for(driver, 200) == pytest.approx(0.05, rel=0.1)
-
-
-def test_gaps_and_shares_are_measured() -> None:
-    driver = beside_rows(0.2)
-    run_for(driver, 100)
-    gaps, shares = driver.scheduler.gap.lengths, driver.scheduler.training
-    assert STEP < gaps.largest <= 0.4 + STEP + 1e-6
-    micro_steps = round(driver.training_seconds / driver.micro_step)
-    longer = sum(count for bound, count in zip(gaps.bounds, gaps.counts, strict=False) if bound > 0.3)
-    assert longer == pytest.approx(micro_steps, abs=1), "a gap with a micro-step in it for each of them"
-    assert shares.last == pytest.approx(0.2, abs=0.05)
-    assert sum(shares.contended.counts) == pytest.approx(100 / 10, abs=1)
-    assert shares.contended.total / sum(shares.contended.counts) == pytest.approx(0.2, rel=0.1)
-
-
-def test_a_window_in_which_training_had_nothing_to_do_says_nothing_of_its_share() -> None:
-    driver = Driver()
-    driver.add(5, max_tokens=ENDLESS)
-    run_for(driver, 50)
-    assert sum(driver.scheduler.training.contended.counts) == 0
-    assert driver.scheduler.training.last == 0.0
-
-
-def test_idle_time_between_requests_is_no_gap() -> None:
-    driver = Driver()
-    driver.add(5, max_tokens=3)
-    driver.run()
-    driver.now += 100.0
-    driver.add(5, max_tokens=3)
-    driver.run()
-    assert driver.scheduler.gap.lengths.largest < 1.0

@@ -14,7 +14,7 @@ from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
-from mlx_parallm.engine.units import ChunkPacker, ForwardUnit, StagingUnit, TrainingUnit, Unit
+from mlx_parallm.engine.units import ForwardUnit, StagingUnit, Unit
 
 ABSENT = AdapterRef("absent", 1)
 
@@ -56,25 +56,6 @@ def test_staging_gets_a_share_between_two_steps_and_all_that_is_idle() -> None:
     assert all(isinstance(driver.step(), StagingUnit) for _ in range(5))
 
 
-def test_urgent_staging_may_use_the_whole_stall_budget() -> None:
-    driver = Driver(max_decode_stall_s=0.2)
-    driver.add(2, max_tokens=40)
-    for _ in range(20):
-        driver.step()
-    units = [driver.scheduler.next_unit(5.0, staging=True, urgent=urgent) for urgent in (False, True)]
-    assert units == [StagingUnit(pytest.approx(0.12 * STEP, rel=0.05)), StagingUnit(0.2)]
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_a_unit_of_training_may_use_the_whole_stall_budget(rows: int) -> None:
-    driver = Driver()
-    for _ in range(rows):
-        driver.add(2, max_tokens=40)
-    driver.step()
-    driver.step()
-    assert driver.scheduler.next_unit(5.0, training=True) == TrainingUnit(0.5)
-
-
 def test_staging_without_end_keeps_no_prompt_from_being_computed() -> None:
     """Versions that wait for each other's slots are staged in turns until a row ends; so rows have to get on."""
     driver = Driver()
@@ -83,36 +64,6 @@ def test_staging_without_end_keeps_no_prompt_from_being_computed() -> None:
     for _ in range(1000):
         driver.step()
     assert prompt in driver.finished
-
-
-def test_staging_comes_off_the_allowance_for_chunks() -> None:
-    """It delays the same step."""
-    driver = Driver(max_decode_stall_s=0.2)
-    driver.add(2, max_tokens=50)
-    driver.step()
-    driver.step()
-    driver.scheduler.gap.add_staging(0.19)
-    driver.add(3000)
-    assert not chunks([driver.step()])
-    assert chunks([driver.step()])
-
-
-def test_the_first_token_comes_from_the_last_chunk_of_the_prompt() -> None:
-    driver = Driver(max_batched_tokens=64)
-    sequence = driver.add(100)
-    units = forwards(driver.run())
-    assert [(len(unit.rows), chunks([unit]), len(unit.sampling)) for unit in units] == [
-        (0, [64], 0),
-        (0, [36], 1),
-        *[(1, [], 1)] * 3,
-    ]
-    assert driver.finished == [sequence]
-
-
-def test_a_prompt_of_one_token_decodes_at_once() -> None:
-    driver = Driver()
-    driver.add(1, max_tokens=2)
-    assert [len(unit.rows) for unit in forwards(driver.run())] == [1, 1]
 
 
 def test_a_scored_prompt_that_draws_nothing_leaves_its_last_token() -> None:
@@ -139,18 +90,6 @@ def test_decode_waits_no_longer_than_the_stall_allowance() -> None:
             since = driver.now
     assert max(stalls) <= 0.2 + 1e-9
     assert max(stalls) > 0.1, "and prefill does get its share"
-
-
-def test_time_spent_on_admission_comes_off_the_allowance() -> None:
-    driver = Driver(max_decode_stall_s=0.2, max_batched_tokens=10_000)
-    driver.add(2, max_tokens=50)
-    driver.step()
-    driver.step()
-    driver.add(3000)
-    driver.scheduler.admit()
-    driver.scheduler.gap.add_wait_time(0.5)
-    assert not chunks([driver.step()])
-    assert chunks([driver.step()])
 
 
 def test_attention_makes_late_chunks_shorter() -> None:
@@ -205,34 +144,6 @@ def test_shares_are_of_rows_and_work_conserving(live: str, expected: set[int]) -
     assert {count for count in rows if count} == expected
 
 
-def test_short_prompts_share_a_unit() -> None:
-    driver = Driver(max_batched_tokens=100)
-    for length in (30, 40, 25, 60):
-        driver.add(length)
-    assert chunks([driver.step()]) == [25, 30, 40], "the shortest first, and none cut below 16 tokens"
-
-
-def test_the_very_first_unit_holds_a_row_that_decodes_and_a_prompt() -> None:
-    driver = Driver()
-    driver.add(1)
-    driver.add(30)
-    unit = driver.step()
-    assert (unit.decodes, chunks([unit])) == (1, [30])
-
-
-def test_overdue_prompts_share_what_little_a_unit_holds() -> None:
-    """In a unit for fewer tokens than there are such prompts, each gets one."""
-    prompts = [new_sequence([0] * 30, 1) for _ in range(16)]
-
-    def shares(max_tokens: int, late: int) -> list[int]:
-        spans = ChunkPacker(CostModel(), max_tokens, 0.0).pack(prompts, prompts[:late], at_least_one=False)
-        return [span.tokens for span in spans]
-
-    assert shares(8, late=4) == [2] * 4
-    assert shares(8, late=16) == [1] * 16
-    assert shares(2048, late=16) == [4] * 16
-
-
 @pytest.mark.parametrize("rows", [0, 3])
 def test_a_unit_holds_any_number_of_short_prompts_and_two_long_ones(rows: int) -> None:
     driver = Driver(cost=CostModel(0.01, 1e-5, 0.0))
@@ -246,15 +157,6 @@ def test_a_unit_holds_any_number_of_short_prompts_and_two_long_ones(rows: int) -
     assert sorted(chunks([unit])) == [*[30] * 20, 64, 80, 90]
 
 
-def test_a_long_prompt_with_little_left_is_short() -> None:
-    """Most of it is in the prefix cache, or a member of its group has computed it."""
-    driver = Driver(cost=CostModel(0.01, 1e-5, 0.0))
-    driver.memory.prefix = 900
-    for _ in range(20):
-        driver.add(950)
-    assert chunks([driver.step()]) == [50] * 20
-
-
 def test_prompts_are_ranked_by_what_is_left_to_compute() -> None:
     driver = Driver(max_rows=1)
     driver.memory.cached = lambda sequence: 900 if sequence.prompt_length == 950 else 0
@@ -262,30 +164,6 @@ def test_prompts_are_ranked_by_what_is_left_to_compute() -> None:
     known = driver.add(950)
     driver.step()
     assert driver.scheduler.live == (known,)
-
-
-@pytest.mark.parametrize("rows", [0, 3])
-def test_a_scored_prompt_shares_its_units_with_decode_rows_only(rows: int) -> None:
-    driver = Driver(max_batched_tokens=1000, cost=CostModel(0.01, 1e-4, 1e-8))
-    for _ in range(rows):
-        driver.add(2, max_tokens=100)
-    driver.step()
-    driver.add(21)
-    driver.add(601, scored=True)
-    driver.add(601, scored=True)
-    driver.add(31)
-    units = forwards(driver.run())
-    scored = [chunks([unit]) for unit in units if any(span.row.scored for span in unit.chunks)]
-    assert scored == [[256], [256], [89]] * 2
-
-
-def test_a_group_is_prefilled_once_and_forked() -> None:
-    driver = Driver()
-    group = PromptGroup()
-    members = [driver.add(400, group=group) for _ in range(4)]
-    units = driver.run()
-    assert sum(chunks(units)) == 400
-    assert set(driver.finished) == set(members)
 
 
 def test_preempted_rows_are_recomputed_and_the_oldest_is_kept() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from driver import STEP, Driver, new_scheduler
 
-from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.engine.budget import DecodeGap
-from mlx_parallm.engine.sequence import Sequence, SequenceStatus
-from mlx_parallm.engine.units import MAX_STEPS_WITHOUT_CHUNK, ForwardUnit, StagingUnit, TrainingUnit
+from mlx_parallm.engine.units import ForwardUnit, StagingUnit, TrainingUnit
 
 ENDLESS = 10**9
 
@@ -116,14 +113,6 @@ def test_all_time_that_no_row_uses_goes_to_training() -> None:
     assert all(isinstance(driver.step(), TrainingUnit) for _ in range(50))
 
 
-def test_sequences_that_wait_for_their_adapter_are_nothing_to_do() -> None:
-    driver = learning(0.5)
-    absent = AdapterRef("absent", 1)
-    driver.memory.not_ready.add(absent)
-    driver.add(10, adapter=absent)
-    assert all(isinstance(driver.step(), TrainingUnit) for _ in range(20))
-
-
 def test_time_that_training_could_not_use_is_not_saved_up() -> None:
     driver = learning(0.5)
     driver.micro_steps = 0
@@ -144,42 +133,6 @@ def test_a_trainer_that_pauses_between_micro_steps_does_not_get_round_its_share(
         while driver.training_seconds == trained:
             driver.step()
     assert driver.training_seconds / driver.now == pytest.approx(0.12, rel=0.1)
-
-
-def test_preempted_rows_come_back_beside_training() -> None:
-    driver = learning(0.5)
-    driver.memory.budget = 120
-    rows: list[Sequence] = [driver.add(30, max_tokens=40) for _ in range(3)]
-    while any(row.status is not SequenceStatus.FINISHED for row in rows):
-        driver.step()
-        assert driver.now < 60.0
-    assert driver.scheduler.preemptions > 0
-
-
-def test_training_gives_way_to_an_overdue_prompt_and_not_twice_in_a_row() -> None:
-    driver = learning(0.5, training_time_share=1.0)
-    row = driver.add(2, max_tokens=ENDLESS)
-    while not row.sampled or driver.unread:
-        driver.step()
-    prompt = driver.add(1000)
-    driver.scheduler.admit()
-    ran = []
-    while len(ran) < 5:
-        prompt.steps_waited = MAX_STEPS_WITHOUT_CHUNK - 1
-        if unit := driver.step():
-            ran.append(unit)
-    gave_way, of_gap_with_training = ForwardUnit, ForwardUnit
-    assert [type(unit) for unit in ran] == [gave_way, TrainingUnit, of_gap_with_training, gave_way, TrainingUnit]
-
-
-def test_an_idle_time_ends_the_gap_and_what_it_has_held() -> None:
-    gap = DecodeGap(0.5)
-    gap.add_training(0.3)
-    gap.add_staging(0.1)
-    gap.idle()
-    assert gap.is_fresh
-    assert not gap.interrupted
-    assert gap.remaining_s == 0.5
 
 
 def test_without_rows_training_takes_its_share_only_while_another_base_model_has_some() -> None:

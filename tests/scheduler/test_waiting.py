@@ -66,25 +66,6 @@ def test_a_pass_of_admission_costs_the_same_however_many_wait(work: Counter[str]
     assert costs[1]["best"] == 10
 
 
-def test_a_sequence_is_ranked_once_while_it_waits(work: Counter[str]) -> None:
-    driver = crowded(1000)
-    work.clear()
-    for _ in range(20):
-        driver.scheduler.admit()
-    assert work["urgency"] == 1000
-
-
-def test_a_group_is_ranked_as_one(work: Counter[str]) -> None:
-    driver = crowded(0)
-    work.clear()
-    group = PromptGroup()
-    for _ in range(64):
-        driver.add(200, group=group)
-    for _ in range(20):
-        driver.scheduler.admit()
-    assert work["urgency"] == 1
-
-
 def test_aborting_thousands_ranks_none_of_them(work: Counter[str]) -> None:
     driver = crowded(4000)
     driver.scheduler.admit()
@@ -117,27 +98,6 @@ def test_the_order_is_priority_then_least_left_less_age() -> None:
     assert admitted(driver) == [high, shorter, waited, longer, low]
 
 
-def test_adapters_and_classes_do_not_change_the_order_while_shares_hold() -> None:
-    driver = Driver(max_rows=1, row_shares={LIVE: 1.0, ROLLOUT: 1.0})
-    lengths = [50, 20, 40, 10, 60, 30]
-    for number, length in enumerate(lengths):
-        driver.add(length, max_tokens=1, adapter=ADAPTERS[number % 3], work_class=list(WorkClass)[number % 2])
-    assert [sequence.prompt_length for sequence in admitted(driver)] == sorted(lengths)
-
-
-def test_a_preempted_sequence_keeps_its_age() -> None:
-    driver = Driver(budget=120)
-    old = driver.add(30, max_tokens=40)
-    young = driver.add(30, max_tokens=40)
-    while not driver.scheduler.preemptions:
-        driver.step()
-    assert young.status is SequenceStatus.WAITING
-    new = driver.add(30, max_tokens=1)
-    order = admitted(driver)
-    assert order.index(young) < order.index(new)
-    assert set(driver.finished) == {old, young, new}
-
-
 def test_the_rest_of_a_group_is_admitted_when_its_leader_is_aborted() -> None:
     driver = Driver(max_batched_tokens=16)
     group = PromptGroup()
@@ -147,13 +107,3 @@ def test_the_rest_of_a_group_is_admitted_when_its_leader_is_aborted() -> None:
     driver.scheduler.finish(leader)
     driver.run()
     assert set(driver.finished) == set(others)
-
-
-def test_waiting_outweighs_a_prediction_of_bad_minutes() -> None:
-    driver = Driver(max_rows=1, cost=CostModel(0.0, 0.01, 0.0, scale=10.0))
-    row = driver.add(1, max_tokens=2)
-    long = driver.add(101, max_tokens=1)
-    driver.step()
-    driver.now += 2.0
-    short = driver.add(2, max_tokens=1)
-    assert admitted(driver) == [row, long, short]
