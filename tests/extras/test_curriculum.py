@@ -102,10 +102,3 @@ def test_the_lines_of_a_run_name_each_level(tmp_path: Path) -> None:
     lines = level_lines(view.reports[0])
     assert sorted(line.split()[1] for line in lines) == sorted(PATTERNS)
     assert all(re.fullmatch(r"level \w+ +success [\d.]+, \d+% of the tasks", line) for line in lines)
-
-
-@pytest.mark.timeout(120)
-def test_levels_without_a_curriculum_change_nothing(tmp_path: Path) -> None:
-    view = View()
-    assert run(settings(tmp_path, "one", rl_training__curriculum__enabled=False), options_of(tmp_path, 1), view) == 0
-    assert level_lines(view.reports[0]) == []

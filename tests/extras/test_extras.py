@@ -9,19 +9,9 @@ from pkgutil import iter_modules
 
 import pytest
 
-from mlx_parallm import extras, extras_table
+from mlx_parallm import extras
 
 NAMES = [module.name for module in iter_modules(extras.__path__)]
-
-
-def test_the_table_names_what_there_is() -> None:
-    assert sorted(extras_table.EXTRAS) == sorted(NAMES)
-    assert len([*extras_table.routes(None)]) == sum(
-        len(parts.get("routes", "").split()) for parts in extras_table.EXTRAS.values()
-    )
-    for hook in ("served_if", "metrics", "install", "serve", "kept", "forget"):
-        having = [extra for extra, parts in extras_table.EXTRAS.items() if hook in parts]
-        assert [extra for extra, function in extras_table.hooks(hook) if callable(function)] == having
 
 
 def serve_without(folder: Path, package: str) -> None:

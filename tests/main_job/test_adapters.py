@@ -9,22 +9,19 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from lora import QV, layout_of, random_adapter
 from main_job.bad_adapters import BAD_TAGS, bad_loads, good_folder
-from main_job.serving import PROMPT, SERVED, TOKENS, Said, Server, asking, assert_refused, start, stop, text_of
+from main_job.serving import Said, Server, asking, assert_refused, start, stop, text_of
 
 from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.formats import write_mlx_lm
@@ -39,7 +36,6 @@ LONG = 12
 LOAD, UNLOAD, ROUTE = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/adapters/route"
 SAVE, ROLLBACK = "/training/checkpoint", "/v1/adapters/rollback"
 Alone = Callable[[str], str]
-MAIN = (sys.executable, "-c", "import sys; from mlx_parallm.cli.main import main; sys.exit(main())")
 
 
 @dataclass(frozen=True)
@@ -134,38 +130,6 @@ def test_a_killed_servers_checkpoints_are_served_again(server: Server, before: d
     assert server.ask("latest") == Said(before["kept"], "default@3")
 
 
-def test_every_way_to_name_an_adapter(server: Server, alone: Alone) -> None:
-    client = server.client()
-
-    def ask(way: tuple[str, dict[str, Any]]) -> tuple[str, str | None, str]:
-        model, fields = way[0], {"ignore_eos": True, **way[1]}
-        done = client.completions.create(
-            model=model, prompt=PROMPT, max_tokens=TOKENS, temperature=0, extra_body=fields
-        )
-        assert done.model_extra is not None
-        return done.choices[0].text, done.model_extra.get("lora_adapter"), done.model
-
-    said, base = (alone("a0"), "a0@1", "a0"), (alone("base"), None, SERVED)
-    assert said[0] != base[0]
-    ways: list[tuple[str, dict[str, Any]]] = [("a0", {}), ("a0@1", {}), ("a0", {"lora_adapter": "a0"})]
-    ways += [(SERVED, {"lora_adapter": "a0"}), (SERVED, {"adapters": "a0@1"}), (SERVED, {}), ("base", {})]
-    with ThreadPoolExecutor(len(ways)) as pool:
-        assert list(pool.map(ask, ways)) == [said] * 5 + [base] * 2
-    assert server.ask() == Said(alone("base"), None), "no model"
-
-
-def test_a_stream_names_its_adapter_in_header_and_chunks(server: Server) -> None:
-    completions, chat = server.client().completions, server.client().chat.completions
-    message = {"role": "user", "content": "Hello"}
-    for raw, named in (
-        (completions.with_raw_response.create(model="a0", prompt=PROMPT, max_tokens=2, stream=True), "a0@1"),
-        (chat.with_raw_response.create(model="a1", messages=[message], max_tokens=2, stream=True), "a1@1"),
-        (chat.with_raw_response.create(model=SERVED, messages=[message], max_tokens=2, stream=True), None),
-    ):
-        assert raw.headers.get("x-lora-adapter") == named
-        assert {chunk.model_extra.get("lora_adapter") for chunk in raw.parse()} == {named}
-
-
 def test_ten_adapters_in_two_slots_say_what_each_says_alone(server: Server, alone: Alone) -> None:
     expected = [Said(alone("base"), None), *(Said(alone(name), f"{name}@1") for name in ADAPTERS)]
     assert len({said.text for said in expected}) == len(expected)
@@ -225,61 +189,6 @@ def test_bad_loads_hurt_nobody(server: Server, folders: Folders) -> None:
     assert (state(server), tree(folders.root)) == (listed, files)
     assert server.post(LOAD, lora_name="good", lora_path="good")["lora_adapter"] == "good@1"
     assert server.post(UNLOAD, lora_name="good")["unloaded"] == ["good@1"]
-
-
-def test_names_of_nothing_are_404(server: Server) -> None:
-    """Also where a stream was asked for."""
-    chat = {"messages": [{"role": "user", "content": "x"}]}
-    asked = (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", chat))
-    names = ("nope", "a0@2", "a0@", "nope@1", "checkpoint-99", "no-tag", "../a0", "a0\0", "x" * 5000)
-    for (path, body), name, field, stream in product(asked, names, ("model", "lora_adapter"), (False, True)):
-        answer = server.http.post(path, json={**body, field: name, "stream": stream})
-        assert (answer.status_code, answer.headers["content-type"]) == (404, "application/json"), (path, name)
-        assert (answer.json()["error"]["code"], answer.json()["error"]["param"]) == ("model_not_found", field)
-    with pytest.raises(openai.NotFoundError):
-        server.stream("a0@2", LONG)
-
-
-def test_a_route_splits_requests_that_name_nothing(server: Server, alone: Alone) -> None:
-    halves = {Said(alone(name), f"{name}@1") for name in ("a0", "a1")}
-    try:
-        assert server.post(ROUTE, weights={"a0": 1, "a1": 1}) == {"route": {"a0": 0.5, "a1": 0.5}}
-        with ThreadPoolExecutor(16) as pool:
-            said = list(pool.map(server.ask, [None, SERVED] * 8))
-        assert set(said) == halves
-        assert server.ask("base") == Said(alone("base"), None)
-        assert server.http.post(UNLOAD, json={"lora_name": "a0"}).status_code == 409
-        switched = server.post("/model/switch-lora", version="checkpoint-1")
-        assert (switched["current_lora"], switched["route"]) == ("default@1", {"checkpoint-1": 1.0})
-        assert server.ask() == Said(alone("a2"), "default@1")
-    finally:
-        reset = server.http.delete(ROUTE)
-    assert reset.json() == {"route": {"base": 1.0}}
-    assert server.ask() == Said(alone("base"), None)
-
-
-def test_the_command_line_loads_lists_and_unloads(server: Server, folders: Folders, alone: Alone) -> None:
-    def command(*words: str) -> tuple[int, str]:
-        line = [*MAIN, "adapters", *words, "--url", server.url]
-        done = subprocess.run(line, cwd=folders.adapters, capture_output=True, text=True, timeout=60)
-        return done.returncode, done.stdout or done.stderr
-
-    assert command("load", "mine", "./a5") == (0, "mine@1 is live\n")
-    assert server.ask("mine") == Said(alone("a5"), "mine@1")
-    status, refusal = command("load", "mine", "a6")
-    assert (status, "loaded already" in refusal) == (1, True)
-    assert command("load", "mine", "a6", "--replace") == (0, "mine@2 is live\n")
-    _, listing = command("list")
-    rows = {row[0]: row for row in map(str.split, listing.splitlines()) if row}
-    assert (rows["mine@1"][1], rows["mine@2"][1], rows["route"][1]) == ("no", "yes", "base")
-    stream = server.stream("mine", LONG)
-    chunks = [next(stream)]
-    status, said = command("unload", "mine")
-    assert (status, said.splitlines()[0]) == (0, "unloaded mine@1, mine@2")
-    chunks += stream
-    assert text_of(chunks).startswith(alone("a6"))
-    assert command("unload", "mine")[0] == 1
-    assert server.http.post("/v1/completions", json={"model": "mine", "prompt": "x"}).status_code == 404
 
 
 def test_books_are_clean_afterwards(server: Server) -> None:

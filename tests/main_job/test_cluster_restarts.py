@@ -102,27 +102,6 @@ def test_nats_that_was_killed_is_started_again_and_no_request_notices(cluster: C
     assert until(lambda: answer_of(head, "math@2"))
 
 
-def test_nats_that_stands_still_costs_no_node_and_no_request(cluster: Cluster, files: Path) -> None:
-    head, (replica,) = joined(cluster, 1)
-    cluster.publish("math", 1, files / "adapter-1")
-    expected = {number: answer(head, number) for number in range(8)}
-    nats = nats_of(head)
-    os.kill(nats, signal.SIGSTOP)
-    stopped = time.monotonic()
-    try:
-        while time.monotonic() - stopped < STILL_S:
-            assert {number: answer(head, number) for number in expected} == expected
-        assert not head.get("/v1/cluster")["connected"]
-    finally:
-        os.kill(nats, signal.SIGCONT)
-    for node in (head, replica):
-        until(lambda: node.get("/v1/cluster")["connected"] and ready(node) == 2)  # noqa: B023
-    cluster.publish("math", 2, files / "adapter-2")
-    assert until(lambda: answer_of(head, "math@2"))
-    for node in (head, replica):
-        assert (node.get("/v1/cluster")["nodes_lost"], node.get("/v1/cluster")["streams_broken"]) == (0, 0)
-
-
 def test_no_answer_is_of_another_version_than_it_says(cluster: Cluster, files: Path) -> None:
     head, _ = joined(cluster, 2)
     expected = {}

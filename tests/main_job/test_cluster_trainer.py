@@ -10,14 +10,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from main_job.cluster_nodes import Cluster, joined, nats_of, nodes_of, until
-from main_job.serving import Server, free_port, start
+from main_job.serving import Server
 from main_job.test_cluster_restarts import kill
 from tiny import save_tiny
 
@@ -165,34 +164,6 @@ def test_each_trajectory_is_trained_on_once_though_trainer_nats_and_head_are_kil
     print(f"{len(acknowledged)} acknowledged, {len(counts)} trained on, each once")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_replica_costs_no_answer_and_leaves_no_trajectory_twice(
-    cluster: Cluster, files: Path, how: signal.Signals
-) -> None:
-    head, (first, _) = joined(cluster, 2)
-    trainer = cluster.trainer("run", *COLLECTING, *reward_of(files))
-    expected = until(lambda: collected(head.http, 0), 60)
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        asked = [pool.submit(collected, head.http, number, tokens=400) for number in range(1, REQUESTS + 1)]
-        until(lambda: nodes_of(head)[first.url]["outstanding_tokens"] > 0)
-        time.sleep(0.5)
-        assert first.process is not None
-        first.process.send_signal(how)
-        for each in asked:
-            assert len(each.result()) == GROUP
-            expected += each.result()
-    assert head.get("/v1/cluster")["requests_retried"] > 0
-    assert len(set(expected)) == len(expected)
-    came = "SELECT trajectory_id FROM intake WHERE kind = 'trajectory'"
-    until(lambda: len(rows(cluster.journal("run"), came)) >= len(expected))
-    trainer.send_signal(signal.SIGTERM)
-    assert trainer.wait(60) == 128 + signal.SIGTERM
-    assert sorted(one for (one,) in rows(cluster.journal("run"), came)) == sorted(expected)
-    counts = trained(cluster.journal("run"))
-    assert counts
-    assert set(counts.values()) == {1}
-
-
 def is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
@@ -243,53 +214,3 @@ def test_one_trainer_trains_an_adapter_and_the_next_one_goes_on_from_what_it_pub
     until(lambda: max(each["version"] for each in head.get("/v1/cluster")["versions"]) > live, 60)
     third.send_signal(signal.SIGINT)
     assert third.wait(60) == 128 + signal.SIGINT
-
-
-def test_a_trainer_that_stood_still_ends_when_another_one_has_its_lease(cluster: Cluster, files: Path) -> None:
-    head, _ = joined(cluster, 0)
-    flags = (*COLLECTING, *reward_of(files))
-    first = cluster.trainer("first", *flags)
-    until(lambda: is_trained(head), 60)
-    while not any(each["live"] for each in head.get("/v1/cluster")["versions"]):
-        collected(head.http, 1)
-    first.send_signal(signal.SIGSTOP)
-    cluster.trainer("second", *flags)
-    until(lambda: "continues from default@" in cluster.said("second"), 90)
-    live = max(each["version"] for each in head.get("/v1/cluster")["versions"])
-    for number in range(UPDATE):
-        collected(head.http, number, "default")
-    until(lambda: max(each["version"] for each in head.get("/v1/cluster")["versions"]) > live, 60)
-    first.send_signal(signal.SIGCONT)
-    assert first.wait(60) == 1
-    assert "another trainer" in cluster.said("first")
-    assert not (trained(cluster.journal("first")) & trained(cluster.journal("second")))
-
-
-def test_an_outside_server_is_one_more_node_for_rollouts(cluster: Cluster, files: Path, tmp_path: Path) -> None:
-    head, _ = joined(cluster, 0)
-    sent = tmp_path / "sent"
-    sent.mkdir()
-    outside = start(
-        *("--model-path", str(files / "model"), "--max-lora-rank", "4", "--allowed-adapter-roots", str(sent)),
-        port=free_port(),
-    )
-    try:
-        environment = ("--environment", str(files / "tasks.jsonl"), *reward_of(files), "--max-tokens", "8")
-        engine = ("--inference-engine", "openai", "--inference-url", outside.url, "--inference-adapter-dir", str(sent))
-        trainer = cluster.trainer("run", *environment, *engine, *COLLECTING, "--steps", "3")
-        assert trainer.wait(120) == 0, cluster.said("run")[-2000:]
-        by_node = nodes_of(head)[head.url]["requests"], requests_of(outside)
-        print(f"15 requests and one trial: {by_node[0]} at the head, {by_node[1]} at the outside server")
-        assert by_node[0] > 2
-        assert by_node[1] > 3
-    finally:
-        assert outside.process is not None
-        outside.process.kill()
-        outside.http.close()
-
-
-def requests_of(server: Server) -> int:
-    """How many requests a server has answered."""
-    name = "mlx_parallm_request_generation_tokens_count"
-    lines = server.http.get("/metrics").text.splitlines()
-    return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)))

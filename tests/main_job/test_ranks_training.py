@@ -123,31 +123,6 @@ def test_ranks_learn_what_one_learns_with_the_bundled_model(
     assert far(got, want) < 5e-4
 
 
-def test_updates_beside_requests_change_nothing_and_requests_are_answered(model: list[str], tmp_path: Path) -> None:
-    with in_thread(*model, *flags(tmp_path / "one")) as server:
-        want = trained(server)
-    answers: list[str] = []
-    over = threading.Event()
-
-    def ask(server: Server) -> None:
-        while not over.is_set():
-            answers.append(server.ask("one", max_tokens=20).text)
-
-    with started([*model, *flags(tmp_path / "two")], tmp_path) as (server, _):
-        alone = server.ask("one", max_tokens=20).text
-        threads = [threading.Thread(target=ask, args=(server,)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        try:
-            got = trained(server)
-        finally:
-            over.set()
-            for thread in threads:
-                thread.join()
-    assert far(got, want) < 1e-4
-    assert set(answers) == {alone}
-
-
 def test_the_train_command_runs_on_two_ranks_and_one_serves_its_checkpoint(model: list[str], tmp_path: Path) -> None:
     tasks, rewards = tmp_path / "tasks.jsonl", tmp_path / "rewards.py"
     rewards.write_text("def score(completion):\n    return len(set(completion)) / 8\n")

@@ -39,11 +39,6 @@ def test_curl_gets_the_greedy_continuation(server: Server) -> None:
     assert choice["finish_reason"] == "length"
 
 
-def test_it_knows_its_own_command_line(server: Server) -> None:
-    command = server.get("/v1/stats")["command"]
-    assert command.endswith(f" -m mlx_parallm serve --port {server.url.rpartition(':')[2]} --debug")
-
-
 def test_the_openai_client_streams_a_chat(server: Server) -> None:
     chunks = server.client().chat.completions.create(
         model="SmolLM2-135M-Instruct",
@@ -116,17 +111,6 @@ def test_many_at_once_say_what_each_says_alone(server: Server) -> None:
         together = list(pool.map(ask, prompts))
     assert together == alone
     assert {future.result() for future in drawn} == {drawn_alone}
-
-
-def test_echoed_logprobs_have_one_entry_per_token(server: Server) -> None:
-    """The request that lm-eval sends for a log-likelihood."""
-    ids = httpx.post(f"{server.url}/tokenize", json={"prompt": "The capital of France is Paris"}).json()["tokens"]
-    body = {"prompt": [ids], "max_tokens": 1, "logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
-    logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
-    assert len(logprobs) == len(ids) + 1
-    assert logprobs[0] is None
-    assert logprobs[len(ids) - 1] > -2.5, "Paris is likely"
 
 
 def test_books_are_clean_afterwards(server: Server) -> None:

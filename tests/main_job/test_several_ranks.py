@@ -137,32 +137,3 @@ def test_versions_are_published_and_replaced_while_requests_run(tmp_path: Path) 
     third = Said(first.text, "changing@3")
     assert {second, third} <= set(told) <= {first, second, third}
     assert first.text != second.text
-
-
-def repeated(server: Server, model: str) -> tuple[str, list[float]]:
-    """A long answer of one token alone, which is easy to guess, with the model's own logprobs of it."""
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 100, "temperature": 0, "logit_bias": {"97": 100}}
-    [choice] = server.post("/v1/completions", logprobs=0, **body)["choices"]
-    return choice["text"], choice["logprobs"]["token_logprobs"]
-
-
-def test_drafts_change_no_answer(tmp_path: Path) -> None:
-    flags, names = flags_of("llama", tmp_path), ("base", "one", "two")
-    with in_thread(*flags) as server:
-        expected = [repeated(server, name) for name in names]
-    with started([*flags, "--speculation", "auto"], tmp_path) as (server, _):
-        got = [repeated(server, name) for name in names]
-        with ThreadPoolExecutor(3) as pool:
-            got += pool.map(lambda name: repeated(server, name), names)
-        figures = server.http.get("/metrics").text.splitlines()
-    for (text, logprobs), (want, wanted) in zip(got, [*expected, *expected], strict=True):
-        assert text == want
-        assert logprobs == pytest.approx(wanted, abs=1e-4)
-    [accepted] = [line for line in figures if line.startswith("vllm:spec_decode_num_accepted_tokens_total")]
-    assert float(accepted.split()[-1]) > 100
-
-
-def test_what_does_not_work_with_several_ranks_is_refused_by_name(flags: list[str], tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="the server ended with 2"):  # noqa: SIM117
-        with started([*flags, "--kv-bits", "8"], tmp_path):
-            pass

@@ -1,14 +1,13 @@
 """A package `verifiers` with as much of 0.4 as is read here: `from rl.fake_verifiers import install`.
 
-Its episodes do not run a harness: an environment asks the client of the session that it opens. The second stage has the
-real package (tests/clients/test_verifiers_in_process.py).
+It says which environments are played; episodes are played with the real package, in the second stage
+(tests/clients/test_verifiers_in_process.py).
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -70,8 +69,6 @@ class Task:
 
 @dataclass
 class Taskset:
-    """`limit`: of an endless one, to see that it is not read to its end."""
-
     prompts: tuple[Any, ...] = ("a?", "b?", "c?")
     bounded: bool = True
     fields: dict[str, Any] = field(default_factory=dict)
@@ -79,48 +76,13 @@ class Taskset:
     def __iter__(self):
         for number, prompt in enumerate(self.prompts):
             yield Task(Data(prompt, number, **self.fields))
-        if not self.bounded:
-            raise AssertionError("read too far")
-
-
-class Interception:
-    @asynccontextmanager
-    async def acquire(self, session: Any):
-        session.client = "the client of verifiers"
-        yield "slot"
 
 
 class Env:
-    """What users override: `agents`, `taskset`, and `play`, which gets a function to ask with."""
+    """What users override: `agents`, and `taskset`."""
 
     agents: dict[str, Any] = {"agent": Box(client=None, model=None, harness=None, runtime=PrimeConfig())}  # noqa: RUF012
     taskset: Any = Taskset()
-    runs = 1
-
-    async def play(self, ask: Any, task: Task) -> dict[str, Any]:
-        answer = await ask([SimpleNamespace(role="user", content=task.data.prompt)])
-        return {"right": float(answer.message.content == "yes")}
-
-    @asynccontextmanager
-    async def serving(self):
-        self._interception = Interception()
-        yield
-
-    async def run_episode(self, task: Task, context: Any) -> Any:
-        session = SimpleNamespace(ctx=context, client=None)
-        trace = SimpleNamespace(agent=SimpleNamespace(name="agent"), errors=[], reward=0.0, rewards={})
-        async with self._interception.acquire(session):
-
-            async def ask(messages: Any, tools: Any = None, **body: Any) -> Any:
-                turn = SimpleNamespace(prompt=messages, tools=tools)
-                return await session.client.get_response(ChatDialect(), body, None, turn=turn)
-
-            try:
-                trace.rewards = await self.play(ask, task)
-            except Exception as error:  # noqa: BLE001 - as verifiers does
-                trace.errors = [SimpleNamespace(type=type(error).__name__, message=str(error))]
-        trace.reward = sum(trace.rewards.values())
-        return SimpleNamespace(ok=not trace.errors, errors=[], traces=[trace] * self.runs)
 
 
 class ChatDialect:

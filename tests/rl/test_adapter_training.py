@@ -11,12 +11,11 @@ from rl.fakes import policy
 from rl.rig import NAME, SETTINGS, Rig, opened, ref, settle
 
 from mlx_parallm.adapters.cards import CheckpointCard
-from mlx_parallm.config import CheckpointingConfig, ResolvedTraining
+from mlx_parallm.config import ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import (
     AdapterUnavailableError,
     ConflictError,
-    StepFailedError,
     UnknownModelError,
 )
 from mlx_parallm.rl.status import EvaluationResult
@@ -110,12 +109,6 @@ async def test_a_version_below_the_floor_never_goes_live() -> None:
     rig.check()
 
 
-async def test_a_held_update_is_no_evaluation_that_the_next_one_could_skip() -> None:
-    rig = await evaluated(0.9, 0.1, 0.2, 0.9, every=2, eval_floor=0.5)
-    assert [(await rig.updated(1.0, 0.0)).status for _ in range(4)] == ["published", "held", "held", "published"]
-    rig.check()
-
-
 async def test_without_a_floor_the_live_version_is_evaluated_every_k_updates() -> None:
     rig = await evaluated(0.1, 0.3, RuntimeError("no answer"), 0.2, every=2)
     reports = [await rig.updated(1.0, 0.0) for _ in range(6)]
@@ -150,23 +143,6 @@ async def test_an_update_that_is_made_again_after_a_crash_is_not_held() -> None:
     assert (await rig.training.learn(UpdateBatch((), {}), again=True)).status == "published"
     assert (await rig.training.evaluate_if_due()).mean == 0.4
     rig.check()
-
-
-async def test_an_early_evaluation_is_made_once() -> None:
-    rig = await evaluated(0.1, 0.2, every=5)
-    await rig.updated(1.0, 0.0)
-    assert await rig.loop.evaluate_if_due() is None
-    assert (await rig.loop.evaluate_if_due(early=True)).mean == 0.2
-    assert await rig.loop.evaluate_if_due(early=True) is None
-    without = await opened()
-    assert await without.loop.evaluate_if_due(early=True) is None
-
-
-async def test_an_update_that_is_not_published_is_not_evaluated() -> None:
-    rig = await evaluated(0.1, 0.2, every=1)
-    assert (await rig.updated(1.0, 0.0, publish=False)).status == "trained"
-    assert [version for version, _, _ in rig.training._parts.evaluator.seen] == [BASE_ADAPTER]
-    assert (await rig.updated(1.0, 0.0)).metrics["eval_mean"] == 0.2
 
 
 @pytest.mark.parametrize(
@@ -208,50 +184,7 @@ async def test_a_cancelled_update_is_not_live_afterwards(earlier: int, already_l
     rig.check()
 
 
-async def test_a_policy_that_could_not_be_put_back_is_before_it_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = await opened()
-    rig.learner.metrics = {"loss": math.nan}
-    with monkeypatch.context() as patched:
-        patched.setattr(rig.learner, "restore", _raises)
-        assert (await rig.updated(1.0, 0.0)).status == "held"
-        assert rig.learner.policies[NAME] == (1.0, 1)
-        with pytest.raises(StepFailedError):
-            await rig.updated(1.0, 0.0)
-    rig.learner.metrics = {}
-    assert (await rig.updated(1.0, 0.0)).step == 1
-    assert rig.publisher.versions[ref(1)] == 1.0
-    rig.check()
-
-
-async def _raises(*_: object) -> None:
-    raise StepFailedError("the device is busy dying")
-
-
 # ---- restarts -----------------------------------------------------------------------------------
-
-
-async def test_a_restart_goes_on_from_the_checkpoint_as_if_nothing_had_happened() -> None:
-    rig = await opened(settings=limited(SETTINGS, reward=0.3), checkpointing=CheckpointingConfig(interval=2))
-    rig.drawn(0.25, scorer=None)
-    for mean in (0.25, 0.5):
-        await rig.updated_at(mean)
-    assert rig.saves[-1] == ("checkpoint-2", ref(2), ())
-
-    async def third() -> tuple[object, ...]:
-        rig.drawn(0.75, scorer=None)
-        report = await rig.updated(1.0, 0.5)
-        return rig.learner.batches[-1], report.step, rig.training.rewards.to_metrics()
-
-    went_on = await third()
-    rig.publisher.names[NAME] = ref(2)  # what a restarted server serves
-    rig.restart()
-    await rig.loop.open()
-    assert rig.events[-1] == ("started", {"adapter": NAME, "version": "math@2", "step": 2})
-    assert rig.loop.status().best == ref(1)
-    assert rig.loop.reason_against(BASE_ADAPTER) is DropReason.UNKNOWN_VERSION
-    assert rig.loop.reason_against(ref(2)) is None
-    assert await third() == went_on
-    rig.check()
 
 
 async def test_a_live_version_without_a_trainers_state_begins_with_its_weights() -> None:
@@ -276,19 +209,3 @@ async def test_a_live_version_that_nothing_is_known_of_is_refused() -> None:
     with pytest.raises(ConflictError, match="math@7"):
         await rig.loop.open()
     assert NAME not in rig.learner.policies
-
-
-async def test_an_adapter_that_the_base_does_not_stand_for_gets_a_version_at_once() -> None:
-    rig = await opened(serves_base=False)
-    assert rig.publisher.names[NAME] == ref(1)
-    assert rig.publisher.versions[ref(1)] == 0.0
-    assert (await rig.updated(1.0, 0.0)).adapter == ref(2)
-    rig.check()
-
-
-async def test_a_version_that_was_unloaded_cannot_be_the_best_and_stops_nothing() -> None:
-    rig = await opened()
-    await rig.updated(0.5, 0.0)
-    del rig.publisher.versions[ref(1)]
-    assert (await rig.updated(1.0, 0.5)).status == "published"
-    assert rig.loop.status().best == BASE_ADAPTER

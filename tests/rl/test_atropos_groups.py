@@ -27,15 +27,6 @@ def group(**fields: Any) -> ScoredData:
     return ScoredData.model_validate({**sent, **fields})
 
 
-def test_masks_say_what_is_trained() -> None:
-    first, second = trajectories_of(group(), LIMITS)
-    assert (first.prompt_ids, first.completion_ids) == ((1, 2), (3, 7, 4)), "nothing after the last trained token"
-    assert first.mask == (True, False, True)
-    assert first.sampling_logprobs == (-0.5, 0.0, -0.25)
-    assert (second.prompt_ids, second.completion_ids, second.mask) == ((1, 2), (5,), ())
-    assert (first.reward, second.reward) == (1.0, 0.0)
-
-
 def test_the_samples_have_the_masks_logprobs_and_temperatures() -> None:
     data = group(overrides=[{"temperature": 0.5}, {}], generation_params={"temperature": 0.8})
     made = trajectories_of(data, LIMITS)
@@ -81,16 +72,6 @@ def test_given_advantages_of_tokens_replace_those_of_scores() -> None:
     assert [first.advantages[at] for at in first.trained()] == [0.5, -0.5]
     assert [second.advantages[at] for at in second.trained()] == [2.0]
     assert prepared.drop_reasons == (None,), "equal scores do not matter then"
-
-
-def test_groups_with_and_without_advantages_may_be_in_one_update() -> None:
-    def scored(data: ScoredData) -> ScoredGroup:
-        made = trajectories_of(data, LIMITS)
-        return ScoredGroup(tuple(Episode((each,)) for each in made), tuple(data.scores), "atropos")
-
-    given = scored(group(advantages=[[0.0, 0.0, 0.5, 0.0, 0.5, 0.0], [0.0, 0.0, 0.25]]))
-    samples = prepare([given, scored(group())], TRAINING.loss, RewardHistory()).batch.samples
-    assert [sample.advantages[2] for sample in samples] == pytest.approx([0.5, 0.25, 1.0, -1.0], abs=1e-3)
 
 
 def test_reference_logprobs_take_the_place_of_the_base_models() -> None:
@@ -143,8 +124,3 @@ def test_the_first_token_is_never_trained() -> None:
 def test_what_cannot_be_trained_on_is_refused_by_name(fields: dict[str, Any], says: str) -> None:
     with pytest.raises(InvalidRequestError, match=says):
         trajectories_of(group(**fields), LIMITS)
-
-
-def test_two_groups_have_one_digest_only_if_they_are_equal() -> None:
-    assert group().digest() == group().digest()
-    assert group().digest() != group(env_id=1).digest() != group(scores=[0.0, 1.0]).digest()

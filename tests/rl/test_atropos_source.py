@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -139,17 +138,3 @@ async def test_groups_wait_for_a_full_disk(api: RunApi) -> None:
     training.errors = [StorageError("disk full"), StorageError("disk full")]
     async with taking(api.url, training):
         await until(lambda: len(training.groups) == 1)
-
-
-async def test_an_api_that_is_down_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        async with taking("http://127.0.0.1:9", Training()):
-            await asyncio.sleep(0.2)
-    assert caplog.text.count("cannot be reached") == 1
-
-
-async def test_batches_of_another_size_are_told(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:
-    api.registered.append({"batch_size": 64})
-    async with taking(api.url, Training()):
-        await until(lambda: api.asked > 0)
-    assert "makes batches of 64" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 from rl.fakes import groups_of, set_scores, trajectories
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
+from mlx_parallm.errors import ConflictError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.runs.records import Feedback
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
@@ -31,24 +31,6 @@ def scored(buffer: TrajectoryBuffer, name: str, *rewards: float) -> TrajectoryGr
 
 def states(group: TrajectoryGroup) -> list[str]:
     return [member.reason or member.state for member in group.members]
-
-
-def test_the_last_feedback_before_training_counts_and_outweighs_a_scorer() -> None:
-    buffer = TrajectoryBuffer(10)
-    group = added(buffer, "g")
-    groups_of(buffer).apply(Feedback("g-0", 1.0))
-    set_scores(group, (0.25, 0.5))
-    groups_of(buffer).apply(Feedback("g-0", 0.75))
-    assert [member.reward for member in group.members] == [0.75, 0.5]
-    buffer.take(NAME)
-    with pytest.raises(ConflictError, match="taken"):
-        groups_of(buffer).apply(Feedback("g-0", 0.0))
-    buffer.finish(group)
-    with pytest.raises(ConflictError):
-        groups_of(buffer).apply(Feedback("g-1", 0.0))
-    with pytest.raises(UnknownTrajectoryError):
-        groups_of(buffer).apply(Feedback("h-0", 0.0))
-    assert [member.reward for member in group.members] == [0.75, 0.5]
 
 
 def test_the_oldest_groups_that_no_update_has_make_room() -> None:
@@ -111,14 +93,3 @@ def test_what_nobody_judged_makes_room_before_what_has_a_reward() -> None:
     assert [buffer.holds(group) for group in (from_feedback, silent, newer)] == [True, False, False]
     added(buffer, "f", 6)
     assert not buffer.holds(from_feedback)
-
-
-def test_what_is_past_is_remembered_for_as_many_trajectories_as_are_kept() -> None:
-    buffer = TrajectoryBuffer(4)
-    for name in "abc":
-        buffer.drop(added(buffer, name), DropReason.STALE)
-    with pytest.raises(UnknownTrajectoryError):
-        groups_of(buffer).apply(Feedback("a-0", 1.0))
-    with pytest.raises(ConflictError, match="stale"):
-        groups_of(buffer).apply(Feedback("b-0", 1.0))
-    buffer.check_integrity()

@@ -87,15 +87,6 @@ async def test_each_prompt_becomes_a_group_of_exactly_what_was_drawn() -> None:
     assert seen.aborted == 0
 
 
-async def test_the_first_warning_is_in_the_last_event() -> None:
-    seen = Seen()
-    seen.warning = "too old"
-    events = [out(0, (5,), "a", FinishReason.STOP), FINISHED]
-    *_, last = [event async for event in seen.collect(FakeEngine(events), request(n=1))]
-    assert isinstance(last, RequestFinished)
-    assert last.trajectory_warning == "too old"
-
-
 async def test_a_request_that_fails_leaves_nothing_but_a_count() -> None:
     failed = RequestFailed(StepFailedError("a fault"))
     got, seen = await run([out(0, (5,), "a", FinishReason.LENGTH), failed], request(((1,), (2,))))

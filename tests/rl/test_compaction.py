@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rl.fakes import FakeLearner, trajectories
-from rl.service_rig import CHECKPOINTING, GIVEN, SETTINGS, World, settle, until
+from rl.fakes import trajectories
 
 from mlx_parallm.adapters.runs import COMMITS
-from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.runs.compaction import compaction
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import (
@@ -128,24 +127,6 @@ def test_what_an_update_has_learnt_again_and_may_learn_again_stays(path: Path) -
     file.close()
 
 
-def test_the_newest_version_is_known_although_its_update_is_old(path: Path) -> None:
-    file = JournalFile(path)
-    file.commit(
-        [("UPDATE changes SET body = json_set(body, '$.version', NULL) WHERE number > 9 AND kind = 'update'", [()])]
-    )
-    finish(compaction(file, "math", covered=61, keep=0))
-    assert file.newest_version("math") == 9
-    file.close()
-
-
-def test_updates_of_versions_that_kept_a_part_of_the_progress_stay(path: Path) -> None:
-    file = JournalFile(path)
-    file.commit([("UPDATE changes SET body = json_remove(body, '$.all_progress') WHERE kind = 'update'", [()])])
-    finish(compaction(file, "math", covered=61, keep=0))
-    assert file.fate("g2-0") is not None
-    file.close()
-
-
 def test_a_kill_between_any_two_steps_leaves_a_journal_that_a_start_can_use(path: Path, tmp_path: Path) -> None:
     """What is whole can be made again, and what waits is there."""
     file = JournalFile(path)
@@ -167,40 +148,6 @@ def test_a_kill_between_any_two_steps_leaves_a_journal_that_a_start_can_use(path
     file.close()
 
 
-async def test_a_journal_of_an_older_version_becomes_smaller_at_the_next_start(tmp_path: Path, monkeypatch) -> None:
-    path = tmp_path / "journal.sqlite"
-    connect = sqlite3.connect
-
-    class Older(sqlite3.Connection):
-        def execute(self, statement: str, *values: object) -> sqlite3.Cursor:
-            return super().execute(statement.replace("auto_vacuum = INCREMENTAL", "auto_vacuum = NONE"), *values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, **named, factory=Older))
-        await filled(path)
-    before, file = path.stat().st_size, JournalFile(path)
-    finish(compaction(file, "math", covered=50, keep=0))
-    file.close()
-    assert path.stat().st_size == before, "its pages are free, and new rows use them"
-    file = JournalFile(path)
-    assert file.fate("g51-0").state == "trained"
-    file.close()
-    assert path.stat().st_size < before / 3
-
-
-async def test_commits_come_between_two_steps(path: Path) -> None:
-    journal = Journal(JournalFile(path), keep=0)
-    journal.compact("math", 50, ())
-    await journal.accept("math", trajectories("new", REF))
-    assert (await journal.fate("g49-0")) is not None, "the compaction is still under way"
-    await until(lambda: journal._compacting is None)
-    assert (await journal.fate("g49-0")) is None
-    assert (await journal.fate("new-0")) is not None
-    journal.compact("math", 61, ())
-    await journal.close()
-    JournalFile(path).close()
-
-
 # ---- starts after a compaction -------------------------------------------------------------------
 
 
@@ -212,27 +159,3 @@ def test_what_a_checkpoint_misses_and_the_journal_too_is_lost_and_counted() -> N
     assert (found.updates, found.lost, found.is_new, found.last) == ((), 3, True, 11)
     assert plan(whole, StartPoint("math@8", "checkpoint-8", 8)).lost == 2, "they were removed"
     assert plan([*reduced, *whole], StartPoint("math@9", "checkpoint-9", 9)).updates == tuple(whole)
-
-
-async def test_a_run_that_keeps_no_history_has_a_small_journal_and_goes_on(tmp_path: Path) -> None:
-    path = tmp_path / "journal.sqlite"
-    one = World(SETTINGS, None, CHECKPOINTING, Journal(JournalFile(path), keep=0), FakeLearner())
-    await one.service.start_adapter("main")
-    first, *_ = [await one.request() for _ in range(6)]
-    await one.request(scorer=None)
-    await settle()
-    await one.service.update()
-    await one.service.save(None, None, [], {})
-    await until(lambda: one.service.parts.journal._compacting is None)
-    ids = await one.request(one.service.status().current or BASE_ADAPTER)
-    await settle()
-    await one.service.update()
-    await one.service.update(given=GIVEN)
-    await one.service.parts.journal.flush()
-    assert await one.service.parts.journal.fate(first[0]) is not None, (
-        "one of the best answers, which may be learnt again"
-    )
-    assert await one.service.parts.journal.fate(first[1]) is None
-    assert await one.service.parts.journal.fate(ids[0]) is not None
-    assert len(await one.service.parts.journal.read(lambda file: file.waiting("main"))) == 1
-    await one.service.close()

@@ -181,58 +181,27 @@ async def test_a_share_of_the_keys_gets_the_candidate_and_keeps_it() -> None:
         assert (card.live_requests, card.candidate_requests) == (2 * drawn[LIVE], 2 * drawn[CANDIDATE])
 
 
-async def test_another_comparison_draws_anew() -> None:
-    async with begun(share=0.5) as rig:
-        before = [rig.versions.splits["main"](str(key)) for key in range(100)]
-        await rig.service.stop(None)
-        await rig.service.start(None, SPEC)
-        assert [rig.versions.splits["main"](str(key)) for key in range(100)] != before
-
-
-async def test_both_versions_are_kept_and_training_waits() -> None:
-    async with begun() as rig:
-        assert rig.versions.leased == {"main@1": 1, "main@2": 1}
-        assert rig.versions.staged == [CANDIDATE]
-        assert rig.trained.held
-        assert rig.events[0][0] == "comparison_started"
-        assert rig.card.verdict == "running"
-
-
 # -- how it ends -----------------------------------------------------------------------------------
 
 
-async def test_a_better_candidate_goes_live() -> None:
-    async with begun() as rig:
-        card = await rig.rewarded(candidate=1.0, live=0.0)
-        assert (card.verdict, card.candidate_mean, card.live_mean) == ("promoted", 1.0, 0.0)
-        assert card.p_better <= 0.05
-        assert rig.trained.steps == [CANDIDATE]
-        kind, told = rig.events[-1]
-        assert (kind, told["verdict"], told["candidate"]) == ("comparison_ended", "promoted", "main@2")
-        assert rig.service.ended("main") == {"promoted": 1}
+@pytest.mark.parametrize(
+    ("settings", "rewards", "verdict", "reason"),
+    [
+        ({}, (1.0, 0.0), "promoted", ""),
+        ({}, (-1.0, 0.0), "withdrawn", ""),
+        ({"smallest_effect": 0.5}, (0.5, 0.5), "no_difference", "smallest_effect"),
+        ({"smallest_effect": 0.001, "max_rewards": 7}, (0.5, 0.5), "no_difference", "max_rewards"),
+    ],
+    ids=["better", "worse", "equal", "used up"],
+)
+async def test_its_verdict(settings: dict[str, float], rewards: tuple[float, float], verdict: str, reason: str) -> None:
+    async with begun(**settings) as rig:
+        card = await rig.rewarded(*rewards)
+        assert (card.verdict, card.candidate_mean, card.live_mean) == (verdict, *rewards)
+        assert reason in card.reason
+        assert rig.trained.steps == ([CANDIDATE] if verdict == "promoted" else [])
+        assert rig.events[-1][1]["verdict"] == verdict
         rig.assert_nothing_is_left()
-
-
-async def test_a_worse_candidate_is_withdrawn_and_the_live_version_stays() -> None:
-    async with begun() as rig:
-        card = await rig.rewarded(candidate=-1.0, live=0.0)
-        assert (card.verdict, rig.trained.live, rig.trained.steps) == ("withdrawn", LIVE, [])
-        rig.assert_nothing_is_left()
-
-
-async def test_equal_versions_end_without_a_winner() -> None:
-    async with begun(smallest_effect=0.5) as rig:
-        card = await rig.rewarded(candidate=0.5, live=0.5)
-        assert card.verdict == "no_difference"
-        assert "smallest_effect" in card.reason
-        rig.assert_nothing_is_left()
-
-
-async def test_it_ends_when_its_rewards_are_used_up() -> None:
-    async with begun(max_rewards=7, smallest_effect=0.001) as rig:
-        card = await rig.rewarded(candidate=0.5, live=0.5)
-        assert (card.verdict, card.candidate_rewards) == ("no_difference", 7)
-        assert "max_rewards" in card.reason
 
 
 async def test_it_ends_when_its_time_is_up() -> None:
@@ -241,28 +210,6 @@ async def test_it_ends_when_its_time_is_up() -> None:
         await asyncio.gather(*rig.tasks)
         assert (rig.card.verdict, rig.trained.live) == ("no_difference", LIVE)
         assert "max_hours" in rig.card.reason
-
-
-async def test_a_candidate_whose_numbers_are_not_finite_is_withdrawn_at_once() -> None:
-    async with begun() as rig:
-        good = trajectories("g", CANDIDATE)
-        broken = [replace(good[0], sampling_logprobs=(-0.5, math.nan))]
-        rig.service.drew([replace(broken[0], adapter=LIVE), *good])
-        assert rig.card.verdict == "running"
-        rig.service.drew(broken)
-        await asyncio.gather(*rig.tasks)
-        assert rig.card.verdict == "withdrawn"
-        assert "not finite" in rig.card.reason
-
-
-async def test_it_is_stopped() -> None:
-    async with begun() as rig:
-        card = await rig.service.stop(None)
-        assert (card.verdict, card.reason, rig.trained.live) == ("stopped", "asked", LIVE)
-        with pytest.raises(ConflictError):
-            await rig.service.stop(None)
-        await rig.service.start(None, SPEC)
-        assert rig.card.verdict == "running"
 
 
 async def test_a_winner_that_cannot_go_live_leaves_all_as_it_was() -> None:
@@ -336,18 +283,6 @@ async def test_a_candidate_that_cannot_compete_changes_nothing(
     assert rig.service.cards() == []
 
 
-async def test_a_candidate_whose_weights_cannot_be_read_changes_nothing() -> None:
-    rig = Rig()
-    rig.versions.error = ConflictError("lost")
-    with pytest.raises(ConflictError, match="lost"):
-        await rig.service.start(None, SPEC)
-    rig.assert_nothing_is_left()
-    rig.versions.error = None
-    await rig.service.start(None, SPEC)
-    rig.service.close()
-    rig.assert_nothing_is_left()
-
-
 async def test_there_is_one_comparison_of_an_adapter_at_a_time() -> None:
     rig = Rig()
     rig.trained.settling.clear()
@@ -363,18 +298,6 @@ async def test_there_is_one_comparison_of_an_adapter_at_a_time() -> None:
     rig.service.check_idle("main")
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
-    rig = Rig()
-    rig.trained.settling.clear()
-    starting = asyncio.create_task(rig.service.start(None, SPEC))
-    await asyncio.sleep(0)
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-    rig.assert_nothing_is_left()
-    rig.service.check_idle("main")
-
-
 # -- versions that updates make ----------------------------------------------------------------------
 
 
@@ -382,36 +305,6 @@ async def updated(rig: Rig) -> None:
     """One automatic update, which publishes the candidate."""
     async with rig.service.entry("main"):
         rig.trained.live = CANDIDATE
-
-
-async def test_a_new_version_competes_with_the_one_before() -> None:
-    rig = Rig(automatic=True)
-    async with rig.service.entry("main"):
-        rig.trained.live = CANDIDATE
-        assert {rig.versions.splits["main"](str(key)) for key in range(50)} == {LIVE}, "until the comparison begins"
-    assert rig.trained.steps == [("keep", LIVE)]
-    assert rig.card.automatic
-    assert {rig.versions.splits["main"](str(key)) for key in range(50)} == {LIVE, CANDIDATE}
-    card = await rig.rewarded(candidate=-1.0, live=0.0)
-    assert card.verdict == "withdrawn"
-    assert rig.trained.live == LIVE, "training goes on from the version before"
-    rig.assert_nothing_is_left()
-
-
-async def test_a_new_version_that_is_better_stays() -> None:
-    rig = Rig(automatic=True)
-    await updated(rig)
-    card = await rig.rewarded(candidate=1.0, live=0.0)
-    assert (card.verdict, rig.trained.live) == ("promoted", CANDIDATE)
-    assert rig.trained.steps == [("keep", LIVE), ("keep", CANDIDATE)], "a restart must know that it has won"
-    rig.assert_nothing_is_left()
-
-
-async def test_without_the_setting_an_update_begins_nothing() -> None:
-    rig = Rig()
-    await updated(rig)
-    assert rig.service.cards() == []
-    assert rig.trained.steps == []
 
 
 async def test_the_first_version_and_an_update_that_publishes_none_begin_nothing() -> None:
@@ -435,28 +328,4 @@ async def test_without_a_way_back_training_pauses() -> None:
     ((step, reason),) = rig.trained.steps
     assert step == "pause"
     assert "disk full" in reason
-    rig.assert_nothing_is_left()
-
-
-async def test_an_automatic_comparison_begins_again_after_a_restart() -> None:
-    before, rig = Rig(automatic=True), Rig(automatic=True)
-    await updated(before)
-    before.service.close()
-    rig.trained = before.trained
-    rig.service.begin_again("main")
-    assert (rig.card.live, rig.card.candidate, rig.card.verdict) == (LIVE, CANDIDATE, "running")
-    assert rig.trained.held
-    await rig.rewarded(candidate=1.0, live=0.0)
-    rig.assert_nothing_is_left()
-    decided = Rig(automatic=True)
-    decided.trained = rig.trained
-    decided.service.begin_again("main")
-    assert decided.service.cards() == [], "it was promoted"
-
-
-async def test_a_closing_server_ends_it() -> None:
-    rig = Rig()
-    await rig.service.start(None, SPEC)
-    rig.service.close()
-    assert (rig.card.verdict, rig.trained.live) == ("stopped", LIVE)
     rig.assert_nothing_is_left()

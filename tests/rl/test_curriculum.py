@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
-from statistics import fmean, median
-from threading import Event, Thread
 
 import pytest
 
 from mlx_parallm.config import CurriculumConfig
 from mlx_parallm.core.requests import CollectionSpec
-from mlx_parallm.extras.curriculum import LAG, MOST_LEVELS, OTHER, WITHOUT, Curriculum
+from mlx_parallm.extras.curriculum import LAG, WITHOUT, Curriculum
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.rollouts.steps import figures_of
 
@@ -67,22 +64,6 @@ def test_levels_are_drawn_above_a_floor_by_how_often_their_rewards_differ() -> N
     assert {card.level: card.success for card in curriculum.cards} == pytest.approx(success, abs=0.03)
     assert {card.level: card.drawn for card in curriculum.cards} == counts
     assert figures_of(curriculum.cards)["curriculum/easy/drawn"] == counts["easy"]
-
-
-def test_levels_that_teach_nothing_keep_the_floor() -> None:
-    curriculum = Curriculum(stream(), ON, 0)
-    tasks = drawn(curriculum, 1000, lambda one: {"easy": 1.0, "fair": 0.5, "hard": 0.0}[one.level or ""])
-    counts = Counter(one.level for one in tasks[200:])
-    assert counts["fair"] / 800 > 0.8
-    assert min(counts.values()) / 800 > 0.2 / 3 / 2
-
-
-def test_a_level_that_is_hardly_ever_solved_comes_more_often_than_one_that_never_is() -> None:
-    tasks = drawn(
-        Curriculum(stream(), ON, 0), 1000, lambda one: {"easy": 1.0, "fair": 0.05, "hard": 0.0}[one.level or ""]
-    )
-    counts = Counter(one.level for one in tasks[200:])
-    assert counts["fair"] / 800 > 0.7
 
 
 def test_with_equal_success_tasks_come_as_often_as_in_the_environment() -> None:
@@ -152,112 +133,7 @@ def test_what_the_environment_raises_is_one_task() -> None:
     assert [number_of(next(curriculum)) for _ in range(4)] == [1, 2, 4, 5]
 
 
-def test_too_many_levels_count_as_one() -> None:
-    curriculum = Curriculum((task(number, str(number)) for number in itertools.count()), ON, 0)
-    drawn(curriculum, 50, lambda _: 0.5)
-    assert len(curriculum.cards) == MOST_LEVELS + 1
-    assert curriculum.cards[-1].level == OTHER
-
-
 # ---- restarts ------------------------------------------------------------------------------------
-
-
-def rewards_by_chance(one: Task) -> float:
-    return Random(f"{one.level}/{number_of(one)}").random() ** (1 + LEVELS.index(one.level or ""))
-
-
-@pytest.mark.parametrize("stop", [1, 40, 700])
-def test_a_run_goes_on_from_its_state_as_if_it_had_not_stopped(stop: int) -> None:
-    whole = Curriculum(stream(), ON, 7)
-    expected = drawn(whole, 900, rewards_by_chance)
-    first = Curriculum(stream(), ON, 7)
-    before = drawn(first, stop, rewards_by_chance)
-    second = Curriculum(stream(), ON, 7, stop, first.state)
-    assert second.cards == first.cards
-    assert before + drawn(second, 900 - stop, rewards_by_chance, first=stop) == expected
-    assert second.state == whole.state
-    assert second.cards == whole.cards
-
-
-@pytest.mark.parametrize("rewarded", [False, True])
-def test_what_was_drawn_ahead_waits_again_in_the_state(rewarded: bool) -> None:
-    """A restart draws it again, and its rewards do not count, though they came before the restart."""
-    first = Curriculum(stream(), ON, 7)
-    drawn(first, 40, rewards_by_chance)
-    ahead = [next(first) for _ in range(6)]
-    if rewarded:
-        for number, one in enumerate(ahead, 40):
-            first.learn(number, [rewards_by_chance(one)])
-    first.settle(before=40)
-    second = Curriculum(stream(), ON, 7, 40, first.state)
-    assert [next(second) for _ in range(6)] == ahead
-    first.settle()
-    assert (second.state == first.state) is not rewarded
-
-
-def test_a_level_that_is_drawn_rarely_keeps_its_newest_tasks_over_a_restart() -> None:
-    many = ("much",) * 40 + ("rare",)
-    first = Curriculum(stream(many), ON, 0)
-    drawn(first, 200, lambda one: float(one.level == "much") or 0.5)  # the queue of `much` overflows
-    second = Curriculum(stream(many), ON, 0, 200, first.state)
-    assert [next(second) for _ in range(100)] == [next(first) for _ in range(100)]
-
-
-def test_tasks_that_were_taken_after_the_state_do_not_come_again() -> None:
-    first = Curriculum(stream(), ON, 3)
-    drawn(first, 50, rewards_by_chance)
-    state = first.state
-    later = [next(first) for _ in range(20)]
-    second = Curriculum(stream(), ON, 3, 70, state)
-    assert second.state == first.state
-    expected = [next(first) for _ in range(30)]
-    assert [next(second) for _ in range(30)] == expected
-    assert not {number_of(one) for one in later} & {number_of(one) for one in expected}
-
-
-def test_an_environment_that_hangs_does_not_hold_up_the_state() -> None:
-    began, go_on = Event(), Event()
-
-    def hanging() -> Iterator[Task]:
-        yield from itertools.islice(stream(), 200)
-        began.set()
-        go_on.wait(30)
-        yield from stream()
-
-    curriculum = Curriculum(hanging(), ON, 0)
-    drawn(curriculum, 60, rewards_by_chance)
-    thread = Thread(target=lambda: [next(curriculum) for _ in range(60)])
-    thread.start()
-    assert began.wait(10)
-    curriculum.learn(59, [1.0])
-    curriculum.settle()
-    restored = Curriculum(stream(), ON, 0, 0, curriculum.state)
-    assert restored.cards == curriculum.cards
-    go_on.set()
-    thread.join(10)
-    assert sum(card.drawn for card in curriculum.cards) == 120
-
-
-def test_it_may_begin_in_the_middle_of_a_run() -> None:
-    curriculum = Curriculum(stream(), ON, 0, taken=90)
-    tasks = [next(curriculum) for _ in range(10)]
-    assert min(map(number_of, tasks)) >= 90
-    assert sum(card.drawn for card in curriculum.cards) == 10
-
-
-def test_rewards_count_in_the_order_of_tasks_whenever_they_come() -> None:
-    states = []
-    for order in (range(30), reversed(range(30))):
-        curriculum = Curriculum(stream(), ON, 0)
-        tasks = [next(curriculum) for _ in range(30)]
-        for number in order:
-            curriculum.learn(number, [rewards_by_chance(tasks[number])])
-        curriculum.settle()
-        states.append(curriculum.state)
-    assert states[0] == states[1]
-    curriculum.learn(5, [1.0])  # a second time
-    curriculum.settle()
-    assert curriculum.state == states[0]
 
 
 def order(delay: Callable[[int], int], count: int = 200) -> list[int]:
@@ -314,39 +190,3 @@ def test_a_run_that_takes_tasks_ahead_goes_on_exactly(levels: Sequence[str], sto
 
 GROUP, TASKS = 8, 4
 """Samples of a task, and tasks of an update."""
-
-
-def updates_to_learn(hardness: Sequence[float], curriculum: bool, seed: int, goal: float = 0.8) -> int:
-    """Updates until the hardest level is solved so often by a learner who is simulated: its skill grows with the
-    variance of the rewards in its groups, and a level is solved if the skill is above its hardness, more or less."""
-    skill, dice, levels = 0.0, Random(seed), [*map(str, range(len(hardness)))]
-    chooser = Curriculum(stream(levels), CurriculumConfig(enabled=True, floor=0.2 if curriculum else 1.0), seed)
-    for update in itertools.count(1):
-        gained = 0.0
-        for number in range((update - 1) * TASKS, update * TASKS):
-            level = int(next(chooser).level or "")
-            solved = _chance(skill, hardness[level])
-            rewards = [float(dice.random() < solved) for _ in range(GROUP)]
-            gained += fmean((reward - fmean(rewards)) ** 2 for reward in rewards)
-            chooser.learn(number, rewards)
-        skill += 0.3 * gained / TASKS
-        if _chance(skill, max(hardness)) >= goal:
-            return update
-    raise AssertionError
-
-
-def _chance(skill: float, hardness: float) -> float:
-    return 1 / (1 + math.exp(-4 * (skill - hardness)))
-
-
-def ratio(hardness: Sequence[float]) -> float:
-    both = [[updates_to_learn(hardness, each, seed) for seed in range(5)] for each in (True, False)]
-    return median(both[0]) / median(both[1])
-
-
-def test_a_learner_needs_fewer_updates_where_levels_build_on_each_other() -> None:
-    assert ratio([0.0, 1.0, 2.0, 3.0, 4.0]) <= 0.7
-
-
-def test_it_costs_nothing_where_levels_are_equal() -> None:
-    assert ratio([1.0, 1.0, 1.0, 1.0]) <= 1.05

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -15,11 +14,9 @@ from sample_parts import drawn_logprobs
 from trainers import (
     SETTINGS,
     assert_close,
-    everywhere,
     gradients,
     gradients_of,
     lazy_logprobs,
-    learn,
     make_policy,
     make_trainer,
     plain_logprobs,
@@ -91,41 +88,6 @@ def test_the_gradient_is_that_of_the_reverse_kl_at_the_drawn_tokens() -> None:
         return value
 
     assert_close(gradients(trainer, policy, drawn), gradients_of(plain, policy), 1e-5)
-
-
-def test_a_student_comes_to_draw_what_the_teacher_with_a_longer_prompt_draws() -> None:
-    """The teacher is the base model with two more tokens before the prompt; the student does without them."""
-    trainer, model = make_trainer(changed(unclipped(loss=DISTILLATION), learning_rate=3e-2))
-    policy, random = make_policy(trainer), np.random.default_rng(0)
-    prompt = (1, 2, 3)
-
-    def distribution(params: Params | None, ids: tuple[int, ...]) -> np.ndarray:
-        with trainer.model.bank.using(None if params is None else everywhere(params, policy.scale)):
-            return np.array(mx.softmax(model(mx.array([ids]))[0, -1]), np.float64)
-
-    teacher = distribution(None, (9, 8, *prompt))
-
-    def kl() -> float:
-        student = distribution(policy.params, prompt)
-        return float((student * np.log(student / teacher)).sum())
-
-    before = kl()
-    for _ in range(40):
-        student = distribution(policy.params, prompt)
-        tokens = random.choice(student.size, 32, p=student / student.sum()).tolist()
-        drawn = [answered(prompt, (token,), (float(np.log(student[token])),)) for token in tokens]
-        longer = [answered((9, 8, *prompt), (token,)) for token in tokens]
-        logprobs = done(trainer, trainer.logprobs(None, longer))
-        learn(trainer, policy, [sample.with_teacher(each) for sample, each in zip(drawn, logprobs, strict=True)])
-    assert before > 0.5
-    assert kl() < 0.5 * before
-
-
-def test_samples_without_a_teacher_are_refused() -> None:
-    trainer, _ = make_trainer(unclipped(loss=DISTILLATION))
-    policy, drawn = make_policy(trainer), taught(samples(3))
-    with pytest.raises(ValueError, match="teacher_logprobs"):
-        trainer.accumulate(policy, [replace(drawn[0], teacher_logprobs=()), *drawn[1:]], DISTILLATION)
 
 
 @pytest.mark.parametrize(

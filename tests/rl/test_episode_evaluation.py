@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from rl.fakes import FakeScorers
-from rl.rollout_rig import Engine, Guess, Tokenizer, episode_of, last_message
+from rl.rollout_rig import Engine, Guess, Tokenizer, last_message
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, WorkClass
+from mlx_parallm.core.requests import GenerationRequest, WorkClass
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.environments.thread import EnvironmentThread
@@ -78,19 +78,6 @@ async def test_the_environment_plays_the_tasks_and_its_rewards_count() -> None:
         assert (request.sampling.temperature, request.stopping.max_tokens) == (0.0, 9)
 
 
-async def test_every_version_plays_with_the_same_seeds_and_ids_of_its_own() -> None:
-    settings = AnswerSettings(samples=2, temperature=0.7, max_tokens=9)
-    world = World(Guess(), answers_after_the_hint, settings)
-    await world.evaluator.evaluate(NEW, 1)
-    first = list(world.engine.requests)
-    await world.evaluate(AdapterRef("math", 8))
-    second = world.engine.requests[len(first) :]
-    assert [request.sampling for request in first] == [request.sampling for request in second]
-    assert len({request.sampling.seed for request in first}) == len(first) == 4 * 2 * 2 - 2
-    assert len({request.request_id for request in world.engine.requests}) == 2 * len(first)
-    assert {request.adapter.version for request in second} == {8}
-
-
 async def raises() -> float:
     raise KeyError("tool")
 
@@ -128,13 +115,6 @@ async def test_an_episode_that_fails_is_left_out_and_counted(fault, told, caplog
     assert told in caplog.text
 
 
-async def test_the_other_episodes_of_its_task_count() -> None:
-    settings = AnswerSettings(samples=3, temperature=1.0, max_tokens=9)
-    world = World(Faulty(raises), lambda request: str(episode_of(request)), settings, size=2)
-    result = await world.evaluate()
-    assert (result.mean, result.answers, result.failed) == (1.0, 4, 2)
-
-
 async def test_too_few_episodes_or_a_dead_device_are_errors() -> None:
     world = World(Faulty(raises, text="x"), lambda request: "x")
     with pytest.raises(EvaluationError, match=r"4 of 4 held-out tasks failed.*tool"):
@@ -145,27 +125,3 @@ async def test_too_few_episodes_or_a_dead_device_are_errors() -> None:
 
     with pytest.raises(EngineDeadError):
         await World(Guess(), stopped).evaluate()
-
-
-async def test_a_reward_of_none_is_left_to_the_scoring_function() -> None:
-    class Unrewarded(Guess):
-        def tasks(self, seed):
-            for number in range(4):
-                yield Task(({"role": "user", "content": str(number)},), CollectionSpec("exact", {"answer": "b"}))
-
-        async def rollout(self, client, task) -> None:
-            first = await client.ask(task.messages)
-            await client.ask([*task.messages, first.message, {"role": "user", "content": "now"}])
-
-    world = World(Unrewarded(), lambda request: "b" if last_message(request) in ("now", "0") else "a")
-    result = await world.evaluate()
-    assert (result.mean, result.answers) == (1.0, 4), "the last answer is scored"
-
-
-def test_only_evaluations_of_the_same_tasks_and_reward_are_compared() -> None:
-    def key(**changed: Any) -> float:
-        return World(Guess(), answers_after_the_hint, **changed).evaluator.key
-
-    assert key() == key()
-    others = {key(size=5), key(reward="hints"), key(settings=AnswerSettings(1, 0.0, 10))}
-    assert len(others | {key()}) == 4

@@ -15,7 +15,6 @@ from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.store import JournalFile
-from mlx_parallm.rl.trajectories import DropReason
 
 
 def episodes(name: str, *turns: int, scorer: str = "environment") -> list[Trajectory]:
@@ -43,32 +42,6 @@ async def test_a_group_of_episodes_is_complete_at_once_and_trained_on_as_episode
         (batch,) = one.learner.batches
         assert sorted(sum(sample.loss_weights) for sample in batch.samples) == [2, 4]
         assert batch.metrics["reward_mean"] == 0.5
-
-
-async def test_episodes_without_a_reward_are_scored_by_the_groups_scorer() -> None:
-    async with world() as one:
-        await one.service.pause()
-        await one.service.trajectories.collect_episodes(episodes("g", 1, 1, 1, scorer="exact"), {"g-1": 5.0})
-        await until(lambda: one.service.status().groups_ready == 1)
-        newest = one.service.trajectories.buffer.newest(9)
-        rewards = {each.collection.episode_id: member.reward for each, member in newest}
-        assert rewards["g-1"] == 5.0
-        assert None not in rewards.values()
-
-
-async def test_equal_rewards_have_no_signal() -> None:
-    async with world() as one:
-        await one.service.trajectories.collect_episodes(episodes("g", 2, 1), {"g-0": 1.0, "g-1": 1.0})
-        assert set(one.states().values()) == {DropReason.ZERO_VARIANCE}
-
-
-async def test_episodes_of_a_version_that_is_too_old_are_dropped_with_a_reason() -> None:
-    async with world() as one:
-        turns = [replace(turn, adapter=replace(BASE_ADAPTER, name="main", version=7)) for turn in episodes("g", 2)]
-        assert "no version that training continues from" in await one.service.trajectories.collect_episodes(
-            turns, {"g-0": 1.0}
-        )
-        assert set(one.states().values()) == {DropReason.UNKNOWN_VERSION}
 
 
 @pytest.mark.parametrize("scored", [True, False])

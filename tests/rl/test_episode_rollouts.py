@@ -11,8 +11,8 @@ import pytest
 from rl.rollout_rig import END, LIVE, Guess, episode_of, last_message, rig, text_of
 
 from mlx_parallm.core.requests import CollectionSpec, FinishReason, WorkClass
-from mlx_parallm.errors import EngineDeadError, InvalidRequestError, TrainingFailedError
-from mlx_parallm.rl.environments import RolloutError, Task
+from mlx_parallm.errors import TrainingFailedError
+from mlx_parallm.rl.environments import Task
 
 
 def hinted(request) -> str:
@@ -133,13 +133,6 @@ async def test_an_answer_that_calls_a_tool_is_continued_with_its_result() -> Non
         assert second.collection.unmatched == ""
 
 
-async def test_a_call_of_a_tool_that_was_not_offered_is_text() -> None:
-    environment, call = Doubles(), '<tool_call>{"name": "triple", "arguments": {}}</tool_call>'
-    async with rig(environment, lambda request: call, group_size=1) as world:
-        await world.draw()
-        assert (environment.answer.text, environment.answer.tool_calls) == (call, ())
-
-
 async def test_a_reward_of_none_is_left_to_the_scorer_of_the_task() -> None:
     class Unrewarded(Guess):
         def tasks(self, seed):
@@ -228,51 +221,6 @@ async def test_an_episode_that_fails_costs_itself_only(fault, message) -> None:
         assert world.engine.running == 0
 
 
-async def test_an_environment_that_blocks_its_thread_loses_the_episodes_on_it_and_goes_on() -> None:
-    """The event loop of the engine is not held up meanwhile."""
-    release, beats = threading.Event(), 0
-
-    class Blocks(Guess):
-        blocked = False
-
-        async def rollout(self, client, task):
-            await client.ask(task.messages)
-            if not Blocks.blocked:
-                Blocks.blocked = True
-                release.wait()
-            return 1.0
-
-    async def beat():
-        nonlocal beats
-        while True:
-            beats += 1
-            await asyncio.sleep(0.01)
-
-    async with rig(Blocks(), lambda request: "x", timeout_s=1) as world:
-        beating = asyncio.create_task(beat())
-        drawn = await world.draw(1)
-        assert drawn.failures
-        assert beats > 30
-        again = await world.draw(1)
-        assert (again.failures, again.faults) == ((), ())
-        beating.cancel()
-    release.set()
-
-
-async def test_the_time_of_answers_does_not_count() -> None:
-    async with rig(Guess(), hinted, timeout_s=0.7) as world:
-        generate = world.engine.generate
-
-        async def slow(request):
-            await asyncio.sleep(0.8)
-            async for event in generate(request):
-                yield event
-
-        world.rollouts._sample.__self__._generate = slow
-        drawn = await world.draw(1)
-        assert (drawn.failures, drawn.faults) == ((), ())
-
-
 async def test_a_task_whose_episodes_all_fail_is_a_failure_and_is_not_collected() -> None:
     class Broken(Guess):
         async def rollout(self, client, task):
@@ -295,40 +243,6 @@ async def test_an_environment_that_hangs_before_its_next_task_ends_the_draw() ->
             await world.draw()
 
 
-async def test_a_dead_engine_ends_the_draw() -> None:
-    async with rig(Guess(), hinted) as world:
-
-        async def dies(request):
-            raise EngineDeadError("the device thread has stopped")
-            yield
-
-        world.rollouts._sample.__self__._generate = dies
-        with pytest.raises(EngineDeadError):
-            await world.draw()
-
-
-async def test_what_cannot_be_asked_is_an_error_of_the_environment() -> None:
-    errors: list[Exception] = []
-
-    class Asks(Guess):
-        async def rollout(self, client, task):
-            for messages in ([], [{"content": "x"}]):
-                try:
-                    await client.ask(messages)
-                except InvalidRequestError as error:
-                    errors.append(error)
-            self.client = client
-            await client.ask(task.messages)
-            return 1.0
-
-    environment = Asks()
-    async with rig(environment, lambda request: "x", group_size=1) as world:
-        assert (await world.draw()).failures == ()
-        assert len(errors) == 2
-        with pytest.raises(RolloutError, match="has ended"):
-            await environment.client.ask([{"role": "user", "content": "late"}])
-
-
 async def test_a_draw_that_is_cancelled_leaves_no_request_behind() -> None:
     started = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -347,38 +261,3 @@ async def test_a_draw_that_is_cancelled_leaves_no_request_behind() -> None:
             await drawing
         assert world.engine.running == 0
         assert world.groups == []
-
-
-async def test_an_environment_of_single_answers_stays_one_request_for_a_group() -> None:
-    class Plain:
-        def tasks(self, seed):
-            while True:
-                yield Task(({"role": "user", "content": "a"},), CollectionSpec("exact", {"answer": "a"}))
-
-    async with rig(Plain(), lambda request: "a", group_size=4) as world:
-        await world.draw(2)
-        assert [(request.n, request.request_id) for request in world.engine.requests] == [
-            (4, "rollout-r-0"),
-            (4, "rollout-r-1"),
-        ]
-        assert world.groups == []
-
-
-async def test_what_an_environment_has_started_is_ended_before_closing_returns() -> None:
-    class Serves(Guess):
-        async def rollout(self, client, task):
-            self.serving = asyncio.create_task(self.serve())
-            await asyncio.sleep(0)
-            return await super().rollout(client, task)
-
-        async def serve(self):
-            try:
-                await asyncio.Event().wait()
-            finally:
-                await asyncio.sleep(0.2)
-                self.ended = True
-
-    environment = Serves()
-    async with rig(environment, hinted, group_size=1) as world:
-        assert (await world.draw()).faults == ()
-    assert environment.ended

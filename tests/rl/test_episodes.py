@@ -9,7 +9,7 @@ import pytest
 from configs import loss_config
 from rl.fakes import trajectories
 
-from mlx_parallm.config import Algorithm, RewardScale
+from mlx_parallm.config import Algorithm
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import FinishReason
 from mlx_parallm.core.trajectories import Trajectory
@@ -134,32 +134,9 @@ def test_episodes_of_equal_rewards_are_compared_by_those_of_their_tokens(scorer:
         assert prepare([same], loss_config(), RewardHistory()).batch.samples == ()
 
 
-@pytest.mark.parametrize("totals", [(1.0, 1.0), (1.0, 1.0 + 1e-5)])
-@pytest.mark.parametrize("scale", RewardScale)
-def test_credits_of_tokens_are_of_the_usual_size_if_whole_rewards_are_nearly_equal(
-    scale: RewardScale, totals: tuple[float, float]
-) -> None:
-    for scorer in ("s", FEEDBACK):
-        groups = [ScoredGroup((EARLY, LATE), totals, scorer)] * 3
-        prepared = prepare(groups, loss_config(scale_rewards=scale), RewardHistory())
-        values = [abs(value) for sample in prepared.batch.samples for value in sample.advantages]
-        assert 0.9 < max(values) < 2.1
-
-
 def test_kto_compares_equal_whole_rewards_from_people_with_the_threshold() -> None:
     """It does not read the rewards of tokens."""
     group = ScoredGroup((EARLY, LATE), (1.0, 1.0), FEEDBACK)
     (rated,) = prepare([group], loss_config(Algorithm.KTO), RewardHistory()).advantages
     assert isinstance(rated, GroupAdvantages)
     assert rated.values == (1.0, 1.0)
-
-
-def test_an_update_of_episodes_compares_their_whole_rewards() -> None:
-    long = Episode((turn((1,), (2, 3)), turn((1, 2, 3, 8), (4,))), ((0.0, 1.0), ()))
-    short = Episode((turn((1,), (5,)),))
-    group = ScoredGroup((long, short), (4.0, 0.0), "a", 0, True)
-    batch = prepare([group], loss_config(scale_rewards=RewardScale.NONE), RewardHistory()).batch
-    first, second = batch.samples
-    assert [first.advantages[at] for at in first.trained()] == pytest.approx([2.0, 2.0, 1.5])
-    assert [second.advantages[at] for at in second.trained()] == pytest.approx([-2.0])
-    assert (batch.metrics["turns"], batch.metrics["completion_tokens"]) == (1.5, 2.0)

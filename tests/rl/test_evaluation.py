@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import random
@@ -104,20 +103,6 @@ def test_other_rewards_get_the_standard_error_of_the_mean() -> None:
     assert (low, high) == pytest.approx((0.5 - margin, 0.5 + margin))
 
 
-@pytest.mark.parametrize("means", [[0.0, 0.0], [1.0, 1.0], [1.0, 0.0], [0.2, 0.2], [-3.0, 5.0]])
-def test_the_mean_is_in_its_interval(means: list[float]) -> None:
-    low, high = interval(means)
-    assert low <= sum(means) / len(means) <= high
-
-
-def test_nineteen_of_twenty_intervals_hold_the_true_mean() -> None:
-    rng, covered = random.Random(0), 0
-    for _ in range(2000):
-        low, high = interval([float(rng.random() < 0.8) for _ in range(64)])
-        covered += low <= 0.8 <= high
-    assert 0.93 <= covered / 2000 <= 0.97
-
-
 async def test_the_samples_of_a_task_count_as_one_in_the_interval() -> None:
     """Four equal samples of each task tell no more than one."""
     settings = AnswerSettings(samples=4, temperature=1.0, max_tokens=9)
@@ -145,28 +130,6 @@ async def test_every_version_answers_the_same_with_the_same_seeds() -> None:
     assert [request.adapter for request in engine.requests] == [NEW] * 4 + [AdapterRef("math", 8)] * 4
     assert {request.work_class for request in first} == {WorkClass.TRAINING}
     assert len({request.request_id for request in engine.requests}) == 8
-
-
-async def test_the_engine_is_asked_for_a_bounded_number_of_answers_at_a_time() -> None:
-    class Slow(Engine):
-        now = most = 0
-
-        async def generate(self, request: GenerationRequest):
-            self.now += request.n
-            self.most = max(self.most, self.now)
-            try:
-                await asyncio.sleep(0)
-                async for event in super().generate(request):
-                    yield event
-            finally:
-                self.now -= request.n
-
-    for samples in (1, 3, 50):
-        engine = Slow()
-        settings = AnswerSettings(samples, 1.0, 9)
-        result = await evaluator(engine, rewarding("1"), tasks(100), settings).evaluate(NEW, 1)
-        assert (result.answers, engine.now) == (100 * samples, 0)
-        assert engine.most <= max(32, samples)
 
 
 async def test_a_task_that_fails_is_left_out_and_told(caplog: pytest.LogCaptureFixture) -> None:

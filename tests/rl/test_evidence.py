@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import pairwise
 
 import pytest
 
@@ -20,13 +19,6 @@ def test_the_capital_is_the_mean_over_bets_of_the_products_of_gains() -> None:
     assert found == pytest.approx(by_hand)
 
 
-@pytest.mark.parametrize("bound", [-0.9, 0.0, 0.9])
-def test_no_value_ruins_anybody(bound: float) -> None:
-    capital = Capital(bound)
-    *_, found = [capital.observe(-1.0) for _ in range(1000)]
-    assert 0 < found < 1
-
-
 def test_a_fair_game_wins_nothing_on_average() -> None:
     """Over all eight ways that three fair coins can fall, the mean capital is exactly the one at the start."""
     capitals = []
@@ -35,16 +27,6 @@ def test_a_fair_game_wins_nothing_on_average() -> None:
         *_, found = [capital.observe(1.0 if coins >> toss & 1 else -1.0) for toss in range(3)]
         capitals.append(found)
     assert sum(capitals) / 8 == pytest.approx(1.0)
-
-
-def test_certain_differences_are_found_at_once() -> None:
-    """With the largest bet each value of 1 multiplies a twelfth of the capital by 1.9: 40 is reached at the tenth."""
-    test = DifferenceTest(0.05, 0.1)
-    verdicts = [test.observe(1.0) for _ in range(12)]
-    first = next(place for place, verdict in enumerate(verdicts) if verdict)
-    assert 5 < first < 11
-    assert verdicts[first] is Verdict.BETTER
-    assert test.p_better <= 0.05 < test.p_worse
 
 
 def ends(mean: float, seed: int, blocks: int, smallest: float = 0.2) -> Verdict | None:
@@ -76,14 +58,6 @@ def test_what_matters_is_rarely_called_equivalent() -> None:
     assert sum(ends(0.2, seed, 1500) is Verdict.EQUIVALENT for seed in range(100)) <= 5
 
 
-def test_evidence_is_never_taken_back() -> None:
-    test, seen = DifferenceTest(1e-6, 0.5), []
-    for value in (0.9, 0.9, 0.9, -0.9, -0.9, -0.9):
-        test.observe(value)
-        seen.append(test.p_better)
-    assert all(later <= earlier for earlier, later in pairwise(seen))
-
-
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
 def test_the_mean_contrast_is_the_difference_of_the_versions_whatever_came_before(share: float) -> None:
     """The mean over who answers, the candidate with the probability `share`, for a reward of each."""
@@ -95,14 +69,6 @@ def test_the_mean_contrast_is_the_difference_of_the_versions_whatever_came_befor
                 contrast.add(earlier, place % 2 == 0)
             of[candidate] = contrast.add(reward, candidate)
         assert share * of[True] + (1 - share) * of[False] == pytest.approx(contrast.scale * 1.25)
-
-
-def test_a_contrast_is_at_most_1() -> None:
-    for share in (0.01, 0.3, 0.5, 0.99):
-        contrast = Contrast(share, 0.0, 10.0)
-        for _ in range(1000):
-            contrast.add(10.0, candidate=False)
-        assert 0.9 < max(abs(contrast.add(0.0, candidate)) for candidate in (False, True)) <= 1
 
 
 def drifting(share: float, seed: int, better: float = 0.0, drift: float = 0.8, rewards: int = 2000) -> Verdict | None:

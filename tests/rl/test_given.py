@@ -71,13 +71,6 @@ async def test_advantages_are_taken_as_they_are_and_the_step_is_whole() -> None:
     assert batch.metrics["completion_tokens"] == 3
 
 
-async def test_rewards_beside_advantages_are_only_reported() -> None:
-    rig = await opened()
-    given = [replace(ROW, reward=reward, advantages=(1.0,) * 6) for reward in (3.0, 5.0)]
-    assert [advantage(sample) for sample in await samples_from(*given, rig=rig)] == [1.0, 1.0]
-    assert rig.learner.batches[0].metrics["reward_mean"] == 4.0
-
-
 async def test_advantages_of_nothing_but_zeros_teach_nothing() -> None:
     rig = await opened()
     report = await rig.loop.update([replace(ROW, reward=None, advantages=(0.0,) * 6)])
@@ -95,16 +88,6 @@ async def test_the_rows_of_an_episode_count_once_and_are_joined_where_they_conti
         ((1, 2, 9), -0.5),
     ]
     assert {sample.group for sample in (one, two, other)} == {0}
-
-
-async def test_an_episode_without_a_group_is_in_that_of_its_first_prompt() -> None:
-    episodes = [
-        [GivenTrajectory((1,), (2,), reward, episode_id=name), GivenTrajectory((7,), (8,), episode_id=name)]
-        for name, reward in (("e", 1.0), ("f", 0.0))
-    ]
-    samples = await samples_from(*episodes[0], *episodes[1])
-    assert [(answer(sample), sample.group, advantage(sample)) for sample in samples] == [
-        ((2,), 0, 0.5), ((8,), 0, 0.5), ((2,), 0, -0.5), ((8,), 0, -0.5)]  # fmt: skip
 
 
 @pytest.mark.parametrize(

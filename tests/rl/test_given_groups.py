@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
-from configs import changed, loss_config
-from rl.service_rig import SETTINGS, settle, until, world
+from configs import changed
+from rl.service_rig import SETTINGS, until, world
 from rl.test_recovery import MANUAL, Run
 
-from mlx_parallm.config import Algorithm
-from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.trajectories import GivenTrajectory
-from mlx_parallm.errors import InvalidRequestError, QueueFullError, StorageError
+from mlx_parallm.errors import QueueFullError, StorageError
 from mlx_parallm.extras.atropos.groups import AtroposGroups, GivenGroup
 from mlx_parallm.rl.runs.journal import Journal
 
@@ -40,15 +37,6 @@ async def test_they_are_trained_however_many_versions_were_published_since_they_
         for number in range(3):
             await one.service.update(given=[GivenTrajectory((1,), (number,), 1.0), GivenTrajectory((1,), (9,), 0.0)])
         assert (await one.service.update()).metrics["trajectories"] == 2.0
-
-
-async def test_a_group_without_a_signal_is_dropped_and_leaves_room() -> None:
-    async with world() as one:
-        equal = GivenGroup("g0", "atropos:a", tuple(GivenTrajectory((1,), (3,), 1.0) for _ in range(2)))
-        await AtroposGroups(one.service).give(equal)
-        await settle()
-        assert set(one.states().values()) == {"zero_variance"}
-        assert AtroposGroups(one.service).sizes() == {}
 
 
 async def test_what_waits_when_the_process_is_killed_is_trained_once_by_the_next(tmp_path: Path) -> None:
@@ -96,44 +84,3 @@ async def test_no_group_is_pushed_out_by_another_and_each_source_has_its_part() 
         with pytest.raises(QueueFullError, match="its part of the buffer is 4"):
             await AtroposGroups(one.service).give(group("a9"))
         await AtroposGroups(one.service).give(group("b9", "atropos:b"))
-
-
-async def test_groups_that_come_at_once_do_not_exceed_the_buffer() -> None:
-    async with world(changed(MANUAL, trajectory_buffer_size=8)) as one:
-        giving = (AtroposGroups(one.service).give(group(f"g{number}")) for number in range(6))
-        results = await asyncio.gather(*giving, return_exceptions=True)
-        assert [type(result) for result in results] == [type(None)] * 4 + [QueueFullError] * 2
-        assert len(one.states()) == 8
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (GivenTrajectory((), (3,), 1.0), "at least one prompt token"),
-        (GivenTrajectory((1,), (3,), None), "give a reward"),
-        (GivenTrajectory((1,), (3,), float("nan")), "finite"),
-        (GivenTrajectory((1,), (3,), 1.0, mask=(True, True)), "2 mask for 1 completion"),
-        (GivenTrajectory((1,), (3,), 1.0, sampling_logprobs=(float("nan"),)), "finite"),
-        (GivenTrajectory((1,), (3,), 1.0, temperature=0.0), "above 0"),
-    ],
-)
-async def test_what_cannot_be_trained_on_is_refused(given: GivenTrajectory, says: str) -> None:
-    async with world() as one:
-        with pytest.raises(InvalidRequestError, match=says):
-            await AtroposGroups(one.service).give(GivenGroup("g0", "atropos:a", (given,)))
-
-
-async def test_a_loss_that_reads_no_advantages_refuses_them() -> None:
-    dpo = changed(SETTINGS, loss=loss_config(Algorithm.DPO))
-    async with world(dpo) as one:
-        with pytest.raises(InvalidRequestError, match="dpo reads no advantages"):
-            await AtroposGroups(one.service).give(group("g0", advantages=(1.0, 1.0)))
-
-
-async def test_groups_of_an_unknown_version_do_not_count_as_the_current_one() -> None:
-    async with world() as one:
-        await AtroposGroups(one.service).give(group("g0"))
-        await AtroposGroups(one.service).give(group("g1"))
-        await until(lambda: one.service.status().updates_total == 1)
-        assert one.service.status().best is None
-        assert one.publisher.live("main") != BASE_ADAPTER

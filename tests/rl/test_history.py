@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlx_parallm.rl.events import EventHistory, EventHub
+from mlx_parallm.rl.events import EventHistory
 from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.tracking import JsonlTracker, Tracking, recorded_events
 
@@ -17,15 +17,6 @@ def update(version: int, adapter: str = "tone", status: str = "published", at: f
 
 def versions(history: EventHistory, adapter: str = "tone", limit: int = 100) -> list[object]:
     return [event.data["version"] for event in history.of(adapter, limit, "").data]
-
-
-def test_events_of_single_trajectories_are_not_kept_and_adapters_do_not_mix() -> None:
-    history = EventHistory()
-    for event in (update(1), TrainingEvent("scored", 8.0, {"adapter": "tone"}), update(1, "math"), update(2)):
-        history.on_event(event)
-    assert versions(history) == ["tone@1", "tone@2"]
-    assert versions(history, "math") == ["math@1"]
-    assert history.of("new", 5, "a-9").data == ()
 
 
 def test_an_average_is_in_the_history_of_the_adapters_that_it_is_of() -> None:
@@ -76,14 +67,3 @@ def test_what_was_made_again_after_a_crash_is_there_once() -> None:
     history.restore([update(1), update(2)])
     history.on_event(update(3))
     assert versions(history) == ["tone@1", "tone@2", "tone@3"]
-
-
-async def test_the_stream_continues_after_the_newest_event() -> None:
-    hub, history = EventHub(), EventHistory()
-    hub.add_sink(history.on_event)
-    hub.emit("paused", adapter="tone", reason="")
-    hub.emit("scored", adapter="tone")
-    after = history.of("tone", 10, hub.last_id).last_event_id
-    hub.emit("resumed", adapter="tone")
-    hub.close()
-    assert [event.kind async for event in hub.listen(after)] == ["resumed"]

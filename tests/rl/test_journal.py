@@ -144,62 +144,6 @@ async def test_what_waits_comes_back_in_order_with_its_rewards_and_what_ended_do
     await journal.close()
 
 
-async def test_a_start_reads_what_it_needs_of_a_long_run(path: Path) -> None:
-    """What is made again, a thousand changes before it, and the progress of all updates."""
-    journal = Journal(JournalFile(path))
-    for number in range(1, 4001):
-        replaced = {1: Start(""), 2500: Rollback("checkpoint-7")}
-        made = replace(UPDATE, metrics={"kl": math.nan}, progress={"warm_up" if number < 9 else "steps": float(number)})
-        journal.started(change(number, replaced.get(number, made)))
-    await journal.flush()
-    assert await journal.read(lambda file: file.progress("math")) == {"warm_up": 8.0, "steps": 4000.0}
-    assert [one.number for one in await journal.read(lambda file: file.changes_since("math", 3990))] == [
-        *range(2991, 4001)
-    ]
-    assert [one.number for one in await journal.read(lambda file: file.changes_since("math", 7))] == [
-        *range(1501, 4001)
-    ]
-    whole = replace(UPDATE, progress={"steps": 4001.0}, all_progress=True)
-    journal.started(change(4001, whole))
-    journal.started(change(4002, replace(UPDATE, progress={"steps": 4002.0})))
-    await journal.flush()
-    assert await journal.read(lambda file: file.progress("math")) == {"steps": 4002.0}
-    assert await journal.read(lambda file: file.progress("tone")) == {}
-    await journal.close()
-
-
-async def test_an_id_that_is_drawn_again_replaces_the_earlier_one(path: Path) -> None:
-    journal = Journal(JournalFile(path))
-    await journal.accept("math", trajectories("a", REF))
-    await journal.entered("math", "a", Feedback("a-0", 1.0))
-    journal.dropped(["a-0"], "stale")
-    again = [replace(one, text="again") for one in trajectories("a", REF)]
-    await journal.accept("math", again)
-    assert await journal.read(lambda file: file.waiting("math")) == (Arrival(tuple(again)),)
-    await journal.close()
-
-
-async def test_many_that_wait_share_a_commit(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = JournalFile(path)
-    commits: list[int] = []
-    commit = file.commit
-    monkeypatch.setattr(file, "commit", lambda statements: (commits.append(len(statements)), commit(statements)))
-    journal = Journal(file)
-    await journal.accept("math", trajectories("a", REF, n=64))
-    await asyncio.gather(*(journal.entered("math", "a", Feedback(f"a-{number}", 1.0)) for number in range(64)))
-    await journal.close()
-    assert len(commits) <= 3
-    assert len(await reopened(path)) == 65
-
-
-async def test_no_file_keeps_nothing() -> None:
-    journal = Journal()
-    await journal.accept("math", trajectories("a", REF))
-    await journal.entered("math", "a", Feedback("a-0", 1.0))
-    assert await journal.read(lambda file: file.waiting("math")) is None
-    await journal.close()
-
-
 # ---- crashes ------------------------------------------------------------------------------------
 
 _WRITES = """
@@ -246,23 +190,6 @@ async def test_a_process_that_is_killed_loses_nothing_that_it_has_acknowledged(p
             assert Feedback(f"{words[1]}-0", float(words[2])) in found
 
 
-async def test_a_torn_end_of_the_wal_loses_only_what_was_not_acknowledged(path: Path) -> None:
-    file = JournalFile(path)
-    journal = Journal(file)
-    await journal.accept("math", trajectories("a", REF))
-    wal = path.with_name(path.name + "-wal")
-    kept, content = wal.read_bytes(), path.read_bytes()
-    await journal.accept("math", [replace(one, text="b" * 50_000) for one in trajectories("b", REF)])
-    torn = wal.read_bytes()
-    await journal.close()
-    assert len(torn) > len(kept)
-    for cut in (len(kept) + 1, len(torn) - 5):  # a crash has left some pages of the second commit
-        path.write_bytes(content)
-        wal.write_bytes(torn[:cut])
-        path.with_name(COMMITS).write_text("1\n")
-        assert await reopened(path) == [["a-0", "a-1"]]
-
-
 # ---- faults -------------------------------------------------------------------------------------
 
 
@@ -273,40 +200,6 @@ class FullDisk(JournalFile):
         if self.full:
             raise StorageError("the journal of the run cannot be written: database or disk is full")
         super().commit(statements)
-
-
-async def test_a_full_disk_costs_the_clients_that_wait_and_keeps_what_has_happened(path: Path) -> None:
-    file = FullDisk(path)
-    journal = Journal(file)
-    await journal.accept("math", trajectories("a", REF))
-    file.full = True
-    with pytest.raises(StorageError, match="disk is full"):
-        await journal.accept("math", trajectories("b", REF))
-    with pytest.raises(StorageError):
-        await journal.entered("math", "a", Feedback("a-0", 1.0))
-    journal.noted("math", "a", Score("a-0", 0.5))
-    with pytest.raises(StorageError):
-        await journal.changed(change(1, Start("")))
-    with pytest.raises(StorageError):
-        await journal.flush()
-    file.full = False
-    await journal.flush()
-    await journal.close()
-    assert await reopened(path) == [["a-0", "a-1"], Score("a-0", 0.5)], "what was refused is not there"
-    assert JournalFile(path).changes_since("math", 0) == (change(1, Start("")),)
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_an_error_of_the_disk_names_no_path(path: Path) -> None:
-    file = JournalFile(path)
-    file.commit([])
-    file._connection.execute("PRAGMA max_page_count = 10")  # as good as a full disk, for SQLite
-    row = ("a", "b", "math", "x" * 100_000)
-    with pytest.raises(StorageError, match=r"the journal of the run cannot be written: .*full") as caught:
-        file.commit([("INSERT INTO intake (adapter, group_id, kind, body) VALUES (?, ?, ?, ?)", [row])])
-    assert str(path.parent) not in str(caught.value)
-    file.commit([])
-    file.close()
 
 
 async def test_what_cannot_be_written_costs_only_itself(path: Path) -> None:
@@ -373,19 +266,6 @@ def test_a_file_of_something_else_is_refused_and_left_alone(path: Path) -> None:
     assert path.read_bytes() == content
     path.write_text("not a database " * 100)
     with pytest.raises(ConfigError, match="damaged"):
-        JournalFile(path)
-
-
-async def test_a_damaged_journal_is_told_and_not_passed_over(path: Path) -> None:
-    journal = Journal(JournalFile(path))
-    for number in range(40):
-        await journal.accept("math", trajectories(f"g{number}", REF, n=8))
-    await journal.close()
-    content = bytearray(path.read_bytes())
-    for page in range(3, len(content) // 4096):
-        content[page * 4096 : page * 4096 + 64] = b"\xff" * 64
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"damaged .*restore it from a backup"):
         JournalFile(path)
 
 
@@ -478,32 +358,6 @@ async def test_the_count_never_runs_ahead_of_the_journal(path: Path) -> None:
     path.with_name(COMMITS).write_text("many\n")
     with pytest.raises(ConfigError, match=r"run\.commits is damaged"):
         JournalFile(path)
-
-
-async def test_rows_leave_the_wal_at_the_start_and_when_nothing_comes(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mlx_parallm.rl.runs.journal._IDLE_S", 0.01)
-    file = JournalFile(path)
-    file.commit([])
-    assert path.stat().st_size > 4096, "the tables"
-    moved, move = asyncio.Event(), file.move_into_place
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(file, "move_into_place", lambda: (move(), loop.call_soon_threadsafe(moved.set)))
-    journal = Journal(file)
-    await journal.accept("math", trajectories("a", REF))
-    await moved.wait()
-    main = path.read_bytes()
-    await journal.close()
-    alone = path.with_name("alone.sqlite")
-    alone.write_bytes(main)
-    assert len(JournalFile(alone, read_only=True).waiting("math")) == 1
-
-
-def test_an_empty_file_that_a_crash_has_left_is_a_new_journal(path: Path) -> None:
-    path.touch()
-    JournalFile(path).commit([])
-    assert JournalFile(path).changes_since("math", 0) == ()
 
 
 def test_nobody_else_may_read_the_prompts(path: Path) -> None:

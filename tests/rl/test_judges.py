@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -91,19 +90,6 @@ def test_a_grader_grades_each_answer_by_the_instruction(model: Model) -> None:
     assert model.headers[0]["Authorization"] == "Bearer key"
 
 
-def test_a_judge_sees_the_calls_of_tools(model: Model) -> None:
-    called = {"type": "function", "function": {"name": "paint", "arguments": {"of": "sky"}}}
-    turns = [
-        {"role": "user", "content": "Name a colour."},
-        {"role": "assistant", "content": None, "tool_calls": [called]},
-        {"role": "tool", "content": "blue"},
-    ]
-    [sample] = samples("red")
-    grader(Judge(model.url))([dataclasses.replace(sample, prompt=turns)])
-    text = user_text(model.asked[0])
-    assert 'assistant: {"name": "paint", "arguments": {"of": "sky"}}\n\ntool: blue' in text
-
-
 def test_a_ranker_sees_the_whole_group_in_one_call(model: Model) -> None:
     model.answer = lambda body: {"scores": [0, 10, 5]}
     assert list(ranker(Judge(model.url))(samples("blue", "red", "green"))) == [0, 1, 0.5]
@@ -116,18 +102,6 @@ def test_a_ranker_sees_the_whole_group_in_one_call(model: Model) -> None:
     assert (wanted["minItems"], wanted["maxItems"]) == (3, 3)
     assert asked["model"] == "base"
     assert "Authorization" not in model.headers[0]
-
-
-def test_a_ranker_shows_what_conversations_share_once_and_the_rest_with_the_answers(model: Model) -> None:
-    model.answer = lambda body: {"scores": [0, 10]}
-    first, second = samples("red", "blue")
-    hint = [{"role": "assistant", "content": "Which?"}, {"role": "user", "content": "Any."}]
-    second = dataclasses.replace(second, prompt=[*second.prompt, *hint])
-    assert list(ranker(Judge(model.url))([first, second])) == [0, 1]
-    shown = user_text(model.asked[0])
-    assert shown.count("Name a colour.") == 1
-    assert '<answer number="1">\nred\n</answer>' in shown
-    assert '<answer number="2">\nassistant: Which?\n\nuser: Any.\n\nblue\n</answer>' in shown
 
 
 @pytest.mark.parametrize("reply", [{"scores": [1.0]}, {"scores": 1}, {"score": 1}])
@@ -184,14 +158,3 @@ async def test_judges_run_in_the_scoring_processes(model: Model) -> None:
         await scoring.close()
     assert (a, b) == (pytest.approx(0.6), pytest.approx(0.1))
     assert model.headers[0]["Authorization"] == "Bearer key"
-
-
-async def test_the_judge_of_a_lesson_grades_by_the_sentence_of_its_group(model: Model) -> None:
-    model.answer = lambda body: {"score": 10 if "kind" in body["messages"][0]["content"] else 0}
-    scoring = ScoringService(1, 32, LONG_S, judge=Judge(model.url, "judge-1", "Red is best."))
-    try:
-        assert await scoring.score(group("judge", "a", instruction="Be kind.")) == (1,)
-    finally:
-        await scoring.close()
-    assert model.asked[0]["model"] == "judge-1"
-    assert "Red is best." not in model.asked[0]["messages"][0]["content"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -12,7 +11,7 @@ from configs import changed, loss_config
 from mlx.utils import tree_flatten
 from rl.fakes import answers, trajectories
 from sample_parts import advantage, answer, with_advantage
-from train.loss_reference import Row, token_batch, totals_of
+from train.loss_reference import Row
 from trainers import (
     Recorder,
     assert_close,
@@ -34,7 +33,6 @@ from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import FEEDBACK, DropReason
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.data import Datum, mismatched
-from mlx_parallm.train.losses import loss, means
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
 
@@ -54,34 +52,6 @@ def rated(seed: int) -> list[Row]:
     return rows
 
 
-def expected(rows: Sequence[Row], estimate: float) -> tuple[float, list[np.ndarray]]:
-    """The mean of λ (1 - σ(±β (r - z0))), and its slopes by hand."""
-    total, slopes = 0.0, []
-    for row in rows:
-        weight = 1.5 if row.advantage > 0 else 0.5
-        ahead = row.advantage * ((row.logp - row.ref).sum() - estimate)
-        value = 1 / (1 + np.exp(-0.3 * ahead))
-        total += weight * (1 - value) / len(rows)
-        slopes.append(np.full(row.logp.size, -weight * 0.3 * row.advantage * value * (1 - value) / len(rows)))
-    return total, slopes
-
-
-@pytest.mark.parametrize("estimate", [0.0, 1.25])
-@pytest.mark.parametrize("seed", range(3))
-def test_the_loss_of_desirability_equals_its_formula(seed: int, estimate: float) -> None:
-    rows = rated(seed)
-    batch, totals = replace(token_batch(rows), kl_estimate=estimate), totals_of(rows)
-    value, gradient = mx.value_and_grad(lambda x: loss(replace(batch, logp=x), totals, KTO)[0])(batch.logp)
-    want, slopes = expected(rows, estimate)
-    assert value.item() == pytest.approx(want, rel=1e-5)
-    for got, slope, row in zip(np.array(gradient), slopes, rows, strict=True):
-        np.testing.assert_allclose(got[: row.logp.size], slope, rtol=1e-4, atol=1e-7)
-    figures = means([loss(batch, totals, KTO)[1]])
-    right = [row.advantage * ((row.logp - row.ref).sum() - estimate) > 0 for row in rows]
-    tokens = [row.logp.size for row in rows]
-    assert figures["preference_accuracy"] == pytest.approx(np.dot(right, tokens) / sum(tokens))
-
-
 # ---- samples of other prompts --------------------------------------------------------------------
 
 
@@ -95,20 +65,6 @@ def test_every_prompt_gets_the_answer_to_another_one() -> None:
     for each in made:
         assert answer(each) not in answers[each.token_ids[: each.trained()[0]]]
     assert mismatched(drawn[::-1]) == made
-
-
-def test_temperatures_and_weights_go_with_the_answer() -> None:
-    one, other = samples(2, groups=2)
-    other = replace(other, sampled=tuple(replace(each, temperature=0.5) for each in other.sampled))
-    made = {each.token_ids[: each.trained()[0]]: each for each in mismatched([one, other])}
-    moved = made[one.token_ids[: one.trained()[0]]]
-    assert [moved.temperatures()[at] for at in moved.trained()] == [0.5] * len(answer(other))
-    assert [moved.loss_weights[at] for at in moved.trained()] == [1.0] * len(answer(other))
-
-
-def test_answers_to_a_single_prompt_are_compared_with_each_other() -> None:
-    drawn = samples(3, groups=1)
-    assert sorted(answer(each) for each in mismatched(drawn)) == sorted(answer(each) for each in drawn)
 
 
 # ---- the trainer ---------------------------------------------------------------------------------
@@ -154,45 +110,6 @@ def test_the_gradient_is_that_of_plain_forwards(most: int, seed: int) -> None:
     assert metrics["kl_mismatched"] == pytest.approx(estimate, rel=1e-4, abs=1e-4)
 
 
-def test_the_estimate_is_above_zero_in_one_of_these_policies_and_clamped_in_the_other() -> None:
-    """So that the test above has seen both."""
-    trainer, model = make_trainer()
-    estimates = [
-        plain_estimate(trainer, model, make_policy(trainer, moved=0.05, seed=seed), judged()) for seed in (5, 7)
-    ]
-    assert min(estimates) == 0.0
-    assert max(estimates) > 0.01
-
-
-def test_a_failure_of_the_estimate_costs_its_update_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, _ = make_trainer(unclipped(loss=KTO))
-    policy = make_policy(trainer, moved=0.05)
-    future = trainer.accumulate(policy, judged(), KTO)
-    with monkeypatch.context() as patched:
-        patched.setattr(trainer._forwards, "scores", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            trainer.advance()
-        trainer.reset()
-    assert future.exception(timeout=0) is not None
-    assert not trainer.waits()
-    assert not learn(trainer, policy, judged()).skipped
-
-
-def test_what_is_desirable_becomes_likelier_and_what_is_not_less_likely() -> None:
-    settings = changed(unclipped(loss=changed(KTO, kto_undesirable_weight=1.5)), learning_rate=1e-2)
-    trainer, model = make_trainer(settings)
-    policy, drawn = make_policy(trainer), judged()
-
-    def logprobs() -> list[float]:
-        return [sum(plain_logprobs(trainer, model, policy.params, each)) for each in drawn]
-
-    before = logprobs()
-    metrics = [learn(trainer, policy, drawn).metrics for _ in range(8)]
-    assert all((now - then) * advantage(s) > 0.5 for now, then, s in zip(logprobs(), before, drawn, strict=True))
-    assert metrics[0]["loss"] == pytest.approx(0.75, rel=1e-3), "before the first step every answer is worth 1/2"
-    assert metrics[-1]["preference_accuracy"] == 1.0
-
-
 # ---- collected groups ----------------------------------------------------------------------------
 
 
@@ -229,9 +146,3 @@ def test_thumbs_up_and_thumbs_down_weigh_the_same_in_sum(opinions: Sequence[int]
     liked, disliked = opinions.count(1), opinions.count(-1)
     ratio = liked * made.kto_desirable_weight / (disliked * made.kto_undesirable_weight)
     assert ratio == pytest.approx(3.0), "that of the configured weights"
-
-
-def test_thumbs_of_one_kind_have_the_configured_weights() -> None:
-    made = prepare([late("a", -1.0), late("b", -1.0)], KTO, RewardHistory()).batch.loss
-    assert made is not None
-    assert (made.kto_desirable_weight, made.kto_undesirable_weight) == (1.5, 0.5)

@@ -6,11 +6,9 @@ from pathlib import Path
 
 from configs import changed
 from rl.rig import SETTINGS, opened, running, settle
-from rl.service_rig import until, world
+from rl.service_rig import until
 from rl.test_recovery import Run
 
-from mlx_parallm.config import LearningRateSchedule, OptimizerConfig
-from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, SamplingParams, StopParams
 from mlx_parallm.extras.lessons.record import new_id
 from mlx_parallm.rl.trajectories import DropReason
@@ -46,24 +44,6 @@ async def test_worse_rewards_than_before_it_are_no_fall() -> None:
     assert "rollback" not in rig.kinds
 
 
-async def test_groups_without_a_signal_that_it_has_sampled_do_not_count_after_it() -> None:
-    rig = await opened(settings=changed(SETTINGS, update_frequency=8))
-    async with running(rig):
-        await rig.loop.begin_lesson(Pace(8, 1e-3), TAG)
-        rig.drawn(1.0, 1.0)
-        await settle()
-        assert rig.loop.status().detail["trajectories_without_signal"] == 2
-        await rig.loop.end_lesson()
-        assert rig.loop.status().detail["trajectories_without_signal"] == 0
-        assert (await rig.loop.update(None)).reason == "no_trajectories"
-
-
-def test_its_learning_rate_has_no_schedule() -> None:
-    configured = OptimizerConfig(learning_rate=1e-5, warmup_updates=10, schedule=LearningRateSchedule.COSINE, beta2=0.9)
-    assert configured.at(None) is configured
-    assert configured.at(1e-3) == OptimizerConfig(learning_rate=1e-3, beta2=0.9)
-
-
 async def test_its_updates_are_made_again_after_a_crash_with_its_learning_rate(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
@@ -74,20 +54,6 @@ async def test_its_updates_are_made_again_after_a_crash_with_its_learning_rate(t
     async with run.process() as one:
         assert [batch.learning_rate for batch in one.learner.batches] == [1e-3]
         assert one.service.loop().per_update == 1000, "the lesson itself has ended"
-
-
-async def test_what_is_left_of_it_is_not_trained_on() -> None:
-    async with world() as one:
-        await one.service.loop().begin_lesson(Pace(8, 1e-3), TAG)
-        ids = await one.request(one.service.status().current or BASE_ADAPTER)
-        others = await one.request(one.service.status().current or BASE_ADAPTER)
-        await settle()
-        one.service.trajectories.buffer.drop_own("main", "group-r1", DropReason.STOPPED)
-        await one.service.loop().end_lesson()
-        await settle()
-        states = one.states()
-        assert {states[one_id] for one_id in ids} == {DropReason.STOPPED}
-        assert {states[one_id] for one_id in others} == {"scored"}
 
 
 async def test_what_is_left_of_one_that_ended_with_its_process_is_not_trained_on(tmp_path: Path) -> None:

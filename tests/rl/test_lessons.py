@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +18,13 @@ from mlx_parallm.extras.lessons.cards import (
     LessonPoint,
     LessonPrompt,
     LessonRule,
-    LessonShowing,
     LessonSpec,
     RuleKind,
 )
-from mlx_parallm.extras.lessons.examples import SAMPLES, batches_of, can_be_shown, examples_of, request_for
+from mlx_parallm.extras.lessons.examples import SAMPLES, examples_of, request_for
 from mlx_parallm.extras.lessons.progress import LessonProgress
 from mlx_parallm.extras.lessons.record import read_lesson, write_lesson
-from mlx_parallm.extras.lessons.rules import answers_per_update, tasks_of, word_pattern
+from mlx_parallm.extras.lessons.rules import answers_per_update, word_pattern
 
 
 def spec(prompts: int = 3, group_size: int = 8, updates: int | None = None) -> LessonSpec:
@@ -53,11 +49,6 @@ def test_a_word_is_found_as_a_whole(word: str, found: list[str], not_found: list
     pattern = re.compile(word_pattern(word))
     assert [text for text in found if not pattern.search(text)] == []
     assert [text for text in not_found if pattern.search(text)] == []
-
-
-def test_prompts_come_in_turn() -> None:
-    texts = [task.messages[0]["content"] for task in islice(tasks_of(spec(prompts=2)), 3)]
-    assert texts == ["prompt 0", "prompt 1", "prompt 0"]
 
 
 @pytest.mark.parametrize(("prompts", "size", "answers"), [(3, 8, 24), (1, 8, 24), (2, 8, 32), (16, 8, 128), (1, 5, 25)])
@@ -97,20 +88,30 @@ def test_the_first_answers_to_each_prompt_stay_and_the_newest_change() -> None:
     assert [answer.text for answer in other.now] == ["answer 3.0", "answer 3.1"]
 
 
-def test_it_ends_when_it_is_learnt() -> None:
+@pytest.mark.parametrize(
+    ("updates", "outcome", "advice"),
+    [
+        ([[MIXED, RIGHT], [RIGHT] * 3], LessonOutcome.LEARNT, ""),
+        ([[RIGHT] * 4], LessonOutcome.LEARNT, "already"),
+        ([[(0.5, 0.5)] * 6], LessonOutcome.NO_SIGNAL, "same reward"),
+        ([[*[WRONG] * 5, MIXED, *[WRONG] * 5]], None, ""),
+    ],
+    ids=["learnt", "known already", "all alike", "one group with a signal"],
+)
+def test_when_it_ends(updates: list[list[tuple[float, ...]]], outcome: LessonOutcome | None, advice: str) -> None:
     progress = LessonProgress(spec(1).prompts, 4, None)
-    scored(progress, MIXED, RIGHT)
+    for number, groups in enumerate(updates):
+        if number:
+            progress.updated()
+        scored(progress, *groups)
+    assert progress.outcome is outcome
+    assert advice in progress.advice
+
+
+def test_it_ends_after_its_updates() -> None:
+    progress = LessonProgress(spec(1).prompts, 4, 1)
     progress.updated()
-    scored(progress, RIGHT, RIGHT, RIGHT)
-    assert progress.outcome is LessonOutcome.LEARNT
-    assert progress.advice == ""
-
-
-def test_what_the_model_does_already_is_no_lesson() -> None:
-    progress = LessonProgress(spec(1).prompts, 4, None)
-    scored(progress, *[RIGHT] * 4)
-    assert progress.outcome is LessonOutcome.LEARNT
-    assert "already" in progress.advice
+    assert progress.outcome is LessonOutcome.FINISHED
 
 
 def test_without_a_reward_it_says_so_soon_and_ends_before_updates_are_skipped() -> None:
@@ -123,27 +124,6 @@ def test_without_a_reward_it_says_so_soon_and_ends_before_updates_are_skipped() 
     assert progress.outcome is None
     scored(progress, WRONG)
     assert progress.outcome is LessonOutcome.NO_SIGNAL
-
-
-def test_rewards_that_are_all_alike_teach_nothing() -> None:
-    progress = LessonProgress(spec(1).prompts, 4, None)
-    scored(progress, *[(0.5, 0.5)] * 6)
-    assert progress.outcome is LessonOutcome.NO_SIGNAL
-    assert "same reward" in progress.advice
-
-
-def test_one_group_with_a_signal_keeps_it_going() -> None:
-    progress = LessonProgress(spec(1).prompts, 4, None)
-    scored(progress, *[WRONG] * 5, MIXED, *[WRONG] * 5)
-    assert progress.outcome is None
-
-
-def test_it_ends_after_its_updates() -> None:
-    progress = LessonProgress(spec(1).prompts, 4, 2)
-    progress.updated()
-    assert progress.outcome is None
-    progress.updated()
-    assert progress.outcome is LessonOutcome.FINISHED
 
 
 def test_it_fails_if_several_groups_in_a_row_do() -> None:
@@ -189,19 +169,6 @@ async def test_what_the_model_says_when_asked_for_the_word_is_imitated_as_an_ans
     assert len({request.request_id for request in asked}) == 2
 
 
-def test_examples_are_imitated_several_times_in_small_updates() -> None:
-    examples = [GivenTrajectory((1,), (number,)) for number in range(12)]
-    told = [(showing.number, showing.time, len(batch)) for showing, batch in batches_of(examples)]
-    assert told == [place for time in (1, 2, 3, 4) for place in ((10, time, 10), (12, time, 2))]
-    assert {(showing.examples, showing.times) for showing, _ in batches_of(examples)} == {(12, 4)}
-    assert list(batches_of([])) == []
-
-
-def test_only_a_word_can_be_said_to_the_model() -> None:
-    rules = {kind: replace(spec(), rule=LessonRule(kind, "a")) for kind in RuleKind}
-    assert [kind for kind, lesson in rules.items() if can_be_shown(lesson)] == [RuleKind.WORD]
-
-
 def test_examples_help_if_few_answers_earn_a_reward() -> None:
     rare, enough = LessonProgress(spec(1).prompts, 20, None), LessonProgress(spec(1).prompts, 20, None)
     scored(rare, (1.0, *[0.0] * 18))
@@ -210,25 +177,6 @@ def test_examples_help_if_few_answers_earn_a_reward() -> None:
     assert rare.needs_examples
     scored(enough, (1.0, 1.0, *[0.0] * 18))
     assert not enough.needs_examples
-
-
-def test_after_examples_it_gets_its_time_again() -> None:
-    progress = LessonProgress(spec(1).prompts, 4, None)
-    scored(progress, *[WRONG] * 5)
-    assert progress.needs_examples
-    progress.shown()
-    assert not progress.needs_examples
-    scored(progress, *[WRONG] * 5)
-    assert progress.outcome is None
-
-
-def test_no_advice_is_given_while_examples_may_help() -> None:
-    progress = LessonProgress(spec(1).prompts, 4, None)
-    scored(progress, *[WRONG] * 5)
-    progress.showing = LessonShowing(12, 10, 1, 4)
-    assert progress.advice == ""
-    progress.showing = None
-    assert "No answer has earned a reward" in progress.advice
 
 
 # ---- the file ------------------------------------------------------------------------------------
@@ -255,33 +203,6 @@ def test_a_lesson_whose_process_was_killed_is_interrupted(tmp_path: Path) -> Non
     assert found is not None
     assert (found.state, found.outcome, found.points) == ("ended", LessonOutcome.INTERRUPTED, card(None).points)
     assert found.ended is not None
-
-
-def test_a_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    rule = {"kind": "word", "text": "please"}
-    sizes = {"max_tokens": 48, "updates": None, "group_size": 8, "temperature": 0.8, "learning_rate": 1e-3}
-    answers = {"before": [{"text": "a", "reward": 0.0}], "now": [{"text": "é\ufffd", "reward": 1.0}]}
-    record = {
-        "lesson_id": "lesson-1",
-        "spec": {"prompts": spec(2).prompts, "rule": rule, "adapter": None, **sizes},
-        "state": "ended",
-        "adapter": "default",
-        "live": "default@3",
-        "per_update": 24,
-        "checkpoint": "checkpoint-0",
-        "updates": 3,
-        "examples": 0,
-        "points": [{"update": 0, "reward": 0.5, "low": 0.25, "high": 0.75, "answers": 24, "at": 10.0}],
-        "samples": [answers, {"before": [], "now": []}],
-        "outcome": "learnt",
-        "reason": "",
-        "advice": "",
-        "started": 5.0,
-        "ended": None,
-        "showing": None,
-    }
-    (tmp_path / "lesson.json").write_text(json.dumps(record))
-    assert read_lesson(tmp_path) == replace(card(LessonOutcome.LEARNT), state="ended")
 
 
 def test_a_damaged_file_is_left_out_and_a_full_disk_is_survived(tmp_path: Path) -> None:

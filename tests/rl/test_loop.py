@@ -13,17 +13,14 @@ from rl.fakes import trajectories
 from rl.rig import NAME, SETTINGS, opened, ref, running, settle
 from sample_parts import advantage, answer, drawn_logprobs
 
-from mlx_parallm.config import Algorithm, RewardScale
+from mlx_parallm.config import Algorithm
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import (
     InvalidRequestError,
-    StepFailedError,
     UnknownModelError,
 )
-from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.updates.reports import Pausing
 
 
 async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() -> None:
@@ -50,21 +47,6 @@ async def test_an_update_begins_when_complete_groups_hold_enough_trajectories() 
     rig.check()
 
 
-async def test_a_batch_takes_the_oldest_groups_and_leaves_the_rest() -> None:
-    rig = await opened(settings=changed(SETTINGS, max_staleness=2))
-    async with running(rig):
-        rig.learner.hold = asyncio.Event()
-        for _ in range(5):
-            rig.drawn(1.0, 0.0)
-        await settle()
-        assert rig.loop.status().state == "updating"
-        rig.learner.hold.set()
-    assert [len(batch.samples) for batch in rig.learner.batches] == [4, 4]
-    assert rig.buffer.trained[NAME] == 8
-    assert rig.buffer.waiting(NAME) == 2
-    rig.check()
-
-
 async def test_staleness_is_bounded_counted_and_told_to_the_trainer() -> None:
     rig = await opened(settings=changed(SETTINGS, max_staleness=1))
     old = [rig.drawn(1.0, 0.0, by=BASE_ADAPTER) for _ in range(4)]
@@ -81,30 +63,6 @@ async def test_staleness_is_bounded_counted_and_told_to_the_trainer() -> None:
     assert rig.loop.reason_against(BASE_ADAPTER) is DropReason.STALE
     assert rig.loop.reason_against(ref(1)) is None
     assert rig.loop.reason_against(ref(9)) is DropReason.UNKNOWN_VERSION
-
-
-async def test_what_a_version_draws_before_the_loop_hears_of_it_is_not_a_strangers() -> None:
-    """It is live on the device thread before the event loop appends it."""
-    rig = await opened()
-    await rig.updated(1.0, 0.0)
-    rig.training.versions.announce(ref(2))
-    assert rig.loop.reason_against(ref(2)) is None
-    assert rig.loop.reason_against(ref(1)) is None
-    assert rig.loop.reason_against(ref(3)) is DropReason.UNKNOWN_VERSION
-    rig.training.versions.append(ref(2))
-    assert (rig.training.versions.staleness(ref(1)), rig.training.versions.staleness(ref(2))) == (1, 0)
-
-
-async def test_groups_without_a_signal_are_dropped_and_the_others_learnt_from() -> None:
-    rig = await opened()
-    flat, good = rig.drawn(1.0, 1.0), rig.drawn(1.0, 0.0)
-    report = await rig.loop.update(None)
-    assert report.status == "published"
-    assert len(rig.learner.batches[0].samples) == 2
-    assert rig.learner.batches[0].metrics["reward_mean"] == 0.75
-    assert [member.reason for member in flat.members] == [DropReason.ZERO_VARIANCE] * 2
-    assert good.members[0].state is TrajectoryState.TRAINED
-    assert rig.loop.status().drops == {"zero_variance": 2}
 
 
 async def test_an_update_without_any_signal_teaches_nothing_and_never_pauses() -> None:
@@ -141,32 +99,6 @@ async def test_people_are_compared_within_a_group_where_they_tell_samples_apart_
     advantages = [advantage(sample) for sample in rig.learner.batches[0].samples]
     assert advantages == pytest.approx([0.5, -0.5, 0.5, 0.25])
     assert rig.buffer.drops[NAME] == {DropReason.ZERO_VARIANCE: 2}
-
-
-async def test_single_samples_are_scaled_where_groups_are() -> None:
-    rig = await opened(settings=changed(SETTINGS, scale_rewards=RewardScale.GROUP))
-    rig.drawn(1.0, scorer=None)
-    await rig.loop.update(None)
-    (sample,) = rig.learner.batches[0].samples
-    assert advantage(sample) == pytest.approx(0.5 / (math.sqrt(0.1875) + 0.01))
-
-
-async def test_what_a_checkpoint_remembers_of_rewards_is_all_there_is() -> None:
-    history, again = RewardHistory(), RewardHistory()
-    for scorer, reward in (("feedback", 1.0), ("exact", 4.0), ("feedback", -1.0), ("exact", 2.0)):
-        history.advantage(scorer, reward)
-        for _ in range(5):
-            history.trend.observe(scorer, reward, current=True)
-    assert history.trend.mark_best()
-    again.restore(history.to_metrics())
-    for scorer in ("feedback", "exact", "math"):
-        assert history.advantage(scorer, 0.3, scaled=True) == again.advantage(scorer, 0.3, scaled=True)
-    assert (again.trend.mean, again.trend.best) == (history.trend.mean, history.trend.best)
-    for one in (history, again):
-        for _ in range(3):
-            one.trend.observe("exact", -20.0, current=True)
-    assert again.trend.fell_by(0.1) == history.trend.fell_by(0.1)
-    assert again.to_metrics() == history.to_metrics()
 
 
 async def test_imitation_learns_from_what_is_above_the_threshold() -> None:
@@ -254,31 +186,6 @@ async def test_training_pauses_after_so_many_skips_in_a_row_and_resumes_when_ask
     rig.check()
 
 
-def test_failures_before_a_pause_was_ended_no_longer_count() -> None:
-    pausing = Pausing("a", lambda kind, **data: None, most_failures=2)
-    for _ in range(2):
-        pausing.failed("it failed")
-    assert pausing.reason is not None
-    pausing.resume()
-    pausing.failed("it failed again")
-    assert pausing.reason is None
-
-
-async def test_faults_of_the_device_pause_training_and_kill_nothing() -> None:
-    rig = await opened(settings=changed(SETTINGS, max_skips=2, update_frequency=2))
-    async with running(rig):
-        rig.learner.error = StepFailedError("out of history")
-        for _ in range(3):
-            rig.drawn(1.0, 0.0)
-        await settle()
-        assert rig.loop.status().state == "paused"
-        assert rig.loop.status().skips == {"failed": 2}
-        rig.learner.error = None
-        rig.loop.resume()
-    assert rig.publisher.versions[ref(1)] == 1.0
-    rig.check()
-
-
 async def test_whatever_fails_around_an_update_is_reported_and_the_loop_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -311,21 +218,6 @@ async def test_whatever_fails_around_an_update_is_reported_and_the_loop_goes_on(
         await settle()
         assert rig.kinds[-2:] == ["resumed", "update"], "nothing that waited is lost"
         rig.check()
-
-
-async def test_a_paused_loop_updates_on_request_only() -> None:
-    rig = await opened(settings=changed(SETTINGS, update_frequency=2))
-    async with running(rig):
-        rig.loop.pause()
-        rig.loop.pause()
-        rig.drawn(1.0, 0.0)
-        await settle()
-        assert rig.learner.batches == []
-        assert rig.loop.status().state == "paused"
-        assert (await rig.loop.update(None)).status == "published"
-        rig.loop.resume()
-        rig.loop.resume()
-    assert rig.kinds == ["paused", "update", "resumed"]
 
 
 async def test_updates_asked_for_and_automatic_ones_take_turns() -> None:

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from configs import changed, limited
 from rl.fakes import policy, trajectories, value_of
-from rl.rig import NAME, SETTINGS, opened, ref, running, settle
+from rl.rig import NAME, SETTINGS, opened, ref, running
 from saves import manager, weights
 
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.config import CheckpointingConfig
-from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import (
     AdapterUnavailableError,
     ConflictError,
@@ -86,31 +85,6 @@ async def test_before_the_first_update_step_0_is_saved_and_restores() -> None:
     rig.check()
 
 
-async def test_a_policy_that_is_not_published_is_saved_as_a_version_of_its_own() -> None:
-    rig = await opened()
-    await rig.updated(1.0, 0.0)
-    await rig.updated(1.0, 0.0, publish=False)
-    card = await rig.loop.save(None, [], {})
-    assert (card.adapter, rig.publisher.saved[-1][1]) == (ref(2), policy(2.0, 2))
-    assert rig.publisher.names[NAME] == ref(1) == rig.training.versions.latest
-    assert rig.training.versions.staleness(card.adapter) == 0
-    rig.check()
-
-
-async def test_a_save_waits_for_the_update_that_is_under_way() -> None:
-    rig = await opened()
-    await rig.updated(1.0, 0.0)
-    rig.learner.hold = asyncio.Event()
-    updating = asyncio.create_task(rig.updated(1.0, 0.0))
-    await settle()
-    saving = asyncio.create_task(rig.loop.save(None, [], {}))
-    await settle()
-    assert not saving.done()
-    rig.learner.hold.set()
-    await updating
-    assert (await saving).adapter == ref(2)
-
-
 async def test_a_checkpoint_that_cannot_be_saved_costs_only_itself() -> None:
     rig = await opened(checkpointing=CheckpointingConfig(interval=1))
     rig.publisher.save_error = StorageError("the disk is full")
@@ -154,20 +128,6 @@ async def test_training_goes_back_to_the_best_version_when_rewards_fall() -> Non
     report = await rig.updated(0.1, -0.1)
     assert (report.status, report.step) == ("published", 3), "low rewards are a new beginning, not another fall"
     assert rig.publisher.versions[report.adapter] == 3.0
-    rig.check()
-
-
-async def test_rewards_that_never_rose_bring_back_the_base() -> None:
-    rig = await opened(settings=limited(SETTINGS, reward=0.05))
-    await rig.updated_at(0.5, groups=10)
-    assert rig.loop.status().best == BASE_ADAPTER
-    report = await rig.updated_at(0.0)
-    assert report.status == "skipped"
-    assert rig.publisher.names[NAME] == report.adapter == ref(2)
-    assert rig.publisher.versions[ref(2)] == 0.0
-    assert rig.learner.policies[NAME] == (0.0, 0)
-    assert rig.training.versions.staleness(BASE_ADAPTER) == 1
-    assert rig.training.versions.staleness(ref(1)) is None
     rig.check()
 
 

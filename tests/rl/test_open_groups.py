@@ -94,30 +94,6 @@ async def test_more_may_come_than_are_wanted_and_the_late_ones_are_dropped() -> 
     assert world.add(group_id="g", group_size=2)[1].dropped is DropReason.CLOSED, "it is remembered"
 
 
-async def test_closing_a_group_ends_it_with_what_has_a_reward() -> None:
-    world = World()
-    first, _ = world.add(group_id="g")
-    world.add(group_id="g")
-    world.groups.apply(Feedback(first.trajectory_id, 1.0))
-    assert world.ready() == 0
-    world.groups.apply(Closed("g"))
-    assert reasons(world.group()) == [TrajectoryState.SCORED, DropReason.UNREWARDED]
-    assert world.ready() == 1
-    world.groups.apply(Closed("g"))
-    with pytest.raises(UnknownTrajectoryError):
-        world.groups.apply(Closed("other"))
-
-
-async def test_a_group_without_any_reward_ends_when_it_is_closed() -> None:
-    world = World()
-    world.add(group_id="g")
-    group = world.group()
-    world.groups.apply(Closed("g"))
-    assert world.ended == [group]
-    with pytest.raises(ConflictError):
-        world.groups.apply(Closed("g"))
-
-
 async def test_a_scorer_gets_the_whole_group_at_once() -> None:
     world = World()
     world.add(group_id="g", group_size=3, scorer="exact")
@@ -157,15 +133,6 @@ async def test_an_episode_is_one_member_and_ends_with_its_reward() -> None:
         world.groups.apply(EpisodeReward("a", "g", 1.0))
 
 
-async def test_an_episode_without_a_group_is_a_group_of_one() -> None:
-    world = World()
-    world.add(episode_id="a")
-    world.add(episode_id="a")
-    world.groups.apply(EpisodeReward("a", "", 1.0))
-    assert world.ready() == 1
-    assert world.group("episode-a").closed
-
-
 async def test_rewards_of_turns_and_tokens_add_to_that_of_the_episode() -> None:
     world = World()
     first, _ = world.add(group_id="g", group_size=1, episode_id="a")
@@ -177,25 +144,6 @@ async def test_rewards_of_turns_and_tokens_add_to_that_of_the_episode() -> None:
     assert world.rewards == [1.75]
     (member,) = world.group().members
     assert member.token_rewards == [(0.0, 0.25), (0.5, 0.0)]
-
-
-async def test_episodes_with_rewards_of_turns_only_count_when_their_group_is_closed() -> None:
-    world = World()
-    first, _ = world.add(group_id="g", episode_id="a")
-    world.add(group_id="g", episode_id="b")
-    world.groups.apply(Feedback(first.trajectory_id, 0.25))
-    world.groups.apply(Closed("g"))
-    assert reasons(world.group()) == [TrajectoryState.SCORED, DropReason.UNREWARDED]
-
-
-async def test_rewards_of_the_tokens_of_an_answer_are_its_reward() -> None:
-    world = World()
-    one, _ = world.add(group_id="g", group_size=1)
-    with pytest.raises(InvalidRequestError, match="has 2 tokens, and there are 3"):
-        world.groups.apply(TokenRewards(one.trajectory_id, (0.0,) * 3))
-    world.groups.apply(TokenRewards(one.trajectory_id, (0.5, 0.25)))
-    assert world.rewards == [0.75]
-    assert world.ready() == 1
 
 
 async def test_a_turn_that_comes_again_replaces_the_earlier_one() -> None:
@@ -266,15 +214,6 @@ async def test_an_open_group_gives_way_to_new_ones_and_takes_no_more_then() -> N
     world.add(group_id="h", n=2)
     assert world.buffer.find("g") is None
     assert world.add(group_id="g", episode_id="a")[1].dropped is DropReason.CLOSED
-
-
-async def test_a_group_that_alone_has_no_room_is_dropped() -> None:
-    world = World(size=3)
-    for _ in range(3):
-        world.add(group_id="g", episode_id="a")
-    assert world.add(group_id="g", episode_id="a")[1].dropped is DropReason.BUFFER_FULL
-    world.add(group_id="h")
-    assert world.buffer.drops["math"] == {DropReason.BUFFER_FULL: 4}
 
 
 async def test_an_open_group_that_nobody_rewards_ends_after_the_time_limit_of_feedback() -> None:

@@ -74,10 +74,6 @@ def rewarded(*texts: str, prompt_text: str = "", messages: tuple[dict[str, str],
 # ---- rewards -------------------------------------------------------------------------------------
 
 
-async def test_a_group_is_scored_by_the_configured_function(scoring) -> None:
-    assert await scoring("F:correct").score(rewarded("a", "b", answer="a")) == (1, 0)
-
-
 async def test_a_sum_of_functions_and_of_scorers_by_name(scoring) -> None:
     service = scoring("0.5*F:correct + 0.2*F:short + 0.3*exact")
     assert await service.score(rewarded("a", "b", answer="a")) == (pytest.approx(0.85), pytest.approx(0.05))
@@ -196,28 +192,6 @@ async def test_a_request_must_bring_what_named_scorers_of_the_reward_read(scorin
     for metadata, message in (({}, "metadata.pattern is missing"), ({"pattern": "("}, "is not a regular expression")):
         with pytest.raises(InvalidRequestError, match=message):
             await service.check(CollectionSpec("reward", metadata))
-
-
-async def test_a_reward_model_where_there_is_none_costs_the_group_and_says_so(service) -> None:
-    scoring = service()
-    with pytest.raises(ScoringError, match="reward models score in a server or a run that trains, and not here"):
-        await scoring.score(group("reward_model:taste", "a"))
-    assert scoring.on_device == 0
-
-
-async def test_what_could_not_be_checked_is_refused_and_not_checked_again(service, monkeypatch) -> None:
-    asked: list[object] = []
-
-    async def failing(*message: object) -> None:
-        asked.append(message)
-        raise ScoringError("the scoring process died")
-
-    scoring = service()
-    monkeypatch.setattr(scoring._checks, "run", failing)
-    for _ in range(2):
-        with pytest.raises(InvalidRequestError, match="pattern could not be checked: the scoring process died"):
-            await scoring.check(CollectionSpec("regex", {"pattern": "a"}))
-    assert len(asked) == 1
 
 
 def test_the_definition_changes_with_the_files_the_weights_and_the_judge_and_holds_no_key(tmp_path: Path) -> None:

@@ -75,10 +75,6 @@ def score(completions, ground_truth, **kwargs):
     assert scored(write(source), "4", "5", prompt=CHAT, ground_truth="4") == [1, 0]
 
 
-def test_trl_without_kwargs_gets_only_what_it_names(write) -> None:
-    assert scored(write("def score(completions): return [len(text) for text in completions]"), "a", "bc", x=1) == [1, 2]
-
-
 def test_none_means_that_the_function_does_not_apply(write) -> None:
     source = "def score(completions): return [None if text == 'x' else 1 for text in completions]"
     assert scored(write(source), "x", "y") == [None, 1]
@@ -213,10 +209,6 @@ def test_a_module_of_a_package_can_be_named(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "user_rewards" / "film.py").write_text("def score(sample): return len(sample.text)")
     monkeypatch.syspath_prepend(tmp_path)
     assert scored("user_rewards.film:score", "abc") == [3]
-
-
-def test_a_function_without_a_file_fails_without_a_place() -> None:
-    assert fault("math:sqrt") == "TypeError: must be real number, not ScorerInput"
 
 
 def test_two_files_of_one_name_are_two_modules(tmp_path: Path, write) -> None:

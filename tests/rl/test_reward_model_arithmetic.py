@@ -10,15 +10,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from configs import changed
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from trainers import LORA, SETTINGS, VOCABULARY, assert_close, everywhere, make_trainer
 
 from mlx_parallm.config import OptimizerConfig
-from mlx_parallm.errors import StepFailedError, TrainingFailedError
+from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.extras.reward_models.fitting import RewardModelInTraining
 from mlx_parallm.extras.reward_models.model import HEAD, RewardModel, preference_loss
 from mlx_parallm.extras.reward_models.preferences import Preference
-from mlx_parallm.extras.reward_models.work import batches, scored, stepped
+from mlx_parallm.extras.reward_models.work import scored, stepped
 from mlx_parallm.train.trainer import GRPOTrainer
 
 FAMILIES = ("llama", "qwen3", "gemma3")
@@ -115,15 +115,6 @@ def test_the_base_models_own_head_gets_no_factors() -> None:
     assert not any("lm_head" in path for path in RewardModel.new(trainer.model.layout, lora, 0).params)
 
 
-def test_batches_hold_whole_groups_and_share_prompts() -> None:
-    prompt = tuple(range(50))
-    groups = [[(*prompt, at, 1), (*prompt, at, 2)] for at in range(4)]
-    assert [sorted(batch) for batch in batches(groups, 70)] == [[0, 1, 2, 3]]  # one prompt, not eight
-    alone = [[(at, 0) * 20] for at in range(4)]
-    assert [sorted(batch) for batch in batches(alone, 80)] == [[0, 1], [2, 3]]
-    assert list(batches(alone, 1)) == [[0], [1], [2], [3]]
-
-
 # ---- the loss and its gradients ------------------------------------------------------------------
 
 
@@ -131,22 +122,6 @@ def test_the_loss_is_that_of_bradley_and_terry() -> None:
     chosen, rejected = mx.array([2.0, -1.0, 300.0, -300.0]), mx.array([0.5, 0.0, 0.0, 0.0])
     by_hand = [math.log(1 + math.exp(-1.5)), math.log(1 + math.exp(1.0)), 0.0, 300.0]
     assert preference_loss(chosen, rejected).item() == pytest.approx(sum(by_hand), rel=1e-6)
-
-
-def test_the_gradient_of_the_head_is_that_by_hand() -> None:
-    """∂/∂w of -log σ(w · (h_c - h_r)) is -σ(-(r_c - r_r)) (h_c - h_r); with w = 0 that is half of h_r - h_c."""
-    trainer, model = made()
-    new, data = RewardModel.new(trainer.model.layout, LORA, 0), pairs()
-    recorder = Recorder(new, OptimizerConfig())
-    loss = finished(trainer, step(trainer, recorder, data))
-    trunk = model.model
-    hidden = [[np.array(trunk(mx.array([row]))[0, -1]) for row in (pair.chosen, pair.rejected)] for pair in data]
-    want = np.mean([0.5 * (rejected - chosen) for chosen, rejected in hidden], axis=0)
-    np.testing.assert_allclose(recorder.seen[f"{HEAD}.weight"], want, atol=1e-5 * np.abs(want).max())
-    assert loss.loss == pytest.approx(math.log(2), rel=1e-6)
-    assert loss.agreement == 0.5  # all rewards are equal
-    factors = [leaf for name, leaf in recorder.seen.items() if not name.startswith(HEAD)]
-    assert all(np.all(leaf == 0) for leaf in factors)  # a head of zeros reads nothing of the adapter
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,26 +148,6 @@ def test_gradients_equal_those_of_plain_forwards(family: str, checkpointed: bool
     assert_close(recorder.seen, {name: np.array(leaf) for name, leaf in tree_flatten(gradients)}, 1e-4)
 
 
-def test_gradients_equal_finite_differences() -> None:
-    """Along the gradient of all parameters, adapter and head."""
-    trainer, _ = made()
-    start, data = moved(trainer), pairs()
-    recorder = Recorder(start, OptimizerConfig())
-    finished(trainer, step(trainer, recorder, data))
-    size = math.sqrt(sum(float((leaf**2).sum()) for leaf in recorder.seen.values()))
-
-    def loss_at(way: float) -> float:
-        flat = dict(tree_flatten(start.params))
-        moved_leaves = {name: leaf + way / size * mx.array(recorder.seen[name]) for name, leaf in flat.items()}
-        names = iter(flat)
-        params = tree_map(lambda _: moved_leaves[next(names)], start.params)
-        other = Recorder(replace(start, params=params), OptimizerConfig())
-        return float(finished(trainer, step(trainer, other, data)).loss)
-
-    way = 1e-3
-    assert (loss_at(way) - loss_at(-way)) / (2 * way) == pytest.approx(size, rel=0.02)
-
-
 # ---- steps ---------------------------------------------------------------------------------------
 
 
@@ -213,31 +168,6 @@ def test_steps_lower_the_loss_and_the_same_steps_give_the_same_bits() -> None:
     )
 
 
-def test_micro_batches_change_only_rounding() -> None:
-    trainer, _ = made(tokens=10**6)
-    split, _ = made(tokens=1)
-    start = moved(trainer)
-    whole, parts = (Recorder(start, OptimizerConfig()) for _ in range(2))
-    finished(trainer, step(trainer, whole, pairs()))
-    finished(split, step(split, parts, pairs()))
-    assert_close(parts.seen, whole.seen, 1e-5)
-
-
-def test_units_are_cut_to_the_budget_and_change_nothing() -> None:
-    trainer, _ = made(tokens=24)
-    start = moved(trainer)
-    rows = [pair.chosen for pair in pairs()]
-    whole = finished(trainer, score(trainer, start, rows))
-    future = score(trainer, start, rows)
-    units = 0
-    while trainer.waits():
-        trainer.pace(0.0)
-        trainer.advance()
-        units += 1
-    assert units > 4
-    assert future.result(timeout=0) == whole
-
-
 def test_gradients_that_are_not_finite_concern_their_caller_only() -> None:
     trainer, _ = made()
     start = moved(trainer)
@@ -250,26 +180,3 @@ def test_gradients_that_are_not_finite_concern_their_caller_only() -> None:
         failed.result(timeout=0)
     assert training.model is broken
     assert len(rewards.result(timeout=0)) == 1
-
-
-def test_a_fault_of_the_device_fails_one_job_and_a_cancelled_one_leaves_nothing() -> None:
-    trainer, _ = made()
-    start = moved(trainer)
-    first, second, third = (score(trainer, start, [(at, 2, 3)]) for at in range(3))
-    trainer.cancel(second)
-    trainer.reset()
-    for future in (first, second):
-        with pytest.raises(StepFailedError):
-            future.result(timeout=0)
-    assert len(finished(trainer, third)) == 1
-    assert not trainer.waits()
-    assert trainer.bytes_of_updates == 0
-
-
-def test_memory_is_counted_while_somebody_holds_the_model() -> None:
-    trainer, _ = made()
-    model = moved(trainer)
-    trainer.hold(model)
-    assert trainer.bytes_held == model.nbytes > 0
-    del model
-    assert trainer.bytes_held == 0

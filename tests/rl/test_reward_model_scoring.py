@@ -11,18 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from configs import changed
 from rl.scoring_rig import LONG_S, group
 from rl.test_reward_model_arithmetic import finished, made, moved, score
-from trainers import LORA
 
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError
 from mlx_parallm.extras.reward_models.folder import RewardModelFolder
 from mlx_parallm.extras.reward_models.learning import RewardModelDevice
-from mlx_parallm.extras.reward_models.model import RewardModel
-from mlx_parallm.extras.reward_models.service import MOST_LOADED, RewardModels
-from mlx_parallm.rl.scoring.pool import ScoringError
+from mlx_parallm.extras.reward_models.service import RewardModels
 from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
 from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
 from mlx_parallm.train.trainer import GRPOTrainer
@@ -105,13 +101,6 @@ def test_a_configured_reward_that_is_unknown_ends_the_start() -> None:
         ScorerCatalogue(RewardSpec(read_reward("reward_model:rm"))).check_reward()
 
 
-async def test_a_fault_of_the_device_costs_its_group_only(scoring: Callable[..., ScoringService]) -> None:
-    service = scoring()
-    with pytest.raises(ScoringError, match="reward_model:broken: the device is gone"):
-        await service.score(group("reward_model:broken", "x"))
-    assert await service.score(group("reward_model:rm", "x")) == (-1.0,)
-
-
 # ---- on a tiny model -----------------------------------------------------------------------------
 
 
@@ -160,20 +149,3 @@ async def test_a_folder_that_was_replaced_is_read_again(served: Any, tmp_path: P
     (after,) = await models.rewards("rm", answers)
     assert after == pytest.approx(finished(trainer, score(trainer, other, [(1, 2, 3, 4, 5, 6, END)]))[0], abs=1e-5)
     assert after != before[0]
-
-
-async def test_few_reward_models_are_kept_in_memory(served: Any, tmp_path: Path) -> None:
-    models, trainer, model = served
-    held = trainer.bytes_held  # the fixture's own is not held
-    for number in range(MOST_LOADED + 2):
-        RewardModelFolder(tmp_path).save(f"rm{number}", model.weights(), trainer.model.layout, {})
-        await models.rewards(f"rm{number}", group("", "a"))
-    assert trainer.bytes_held - held == MOST_LOADED * model.nbytes
-
-
-async def test_a_new_model_has_the_rank_of_the_configuration(served: Any) -> None:
-    _, trainer, _ = served
-    new = RewardModel.new(trainer.model.layout, changed(LORA, lora_rank=2, lora_rslora=True), 0)
-    weights = new.weights().adapter
-    assert (weights.rank, weights.rslora) == (2, True)
-    assert weights.alpha == pytest.approx(8.0)

@@ -87,16 +87,6 @@ async def test_an_edit_that_was_replaced_and_other_signals_do_not_count(run: Any
     assert (card.preferences, card.held_out, card.held_out_agreement, card.held_out_low) == (5, 0, None, None)
 
 
-async def test_the_newest_preferences_are_taken_in_order(run: Any) -> None:
-    _, journal, _ = run
-    for number in range(5):
-        await journal.accept("one", edit(number))
-    groups = await journal.groups("preferences-", "replaced", 3)
-    assert [[each.trajectory_id for each in one] for one in groups] == [
-        [f"preferences-{number}-chosen", f"preferences-{number}-rejected"] for number in (2, 3, 4)
-    ]
-
-
 async def test_what_is_refused(run: Any, tmp_path: Path) -> None:
     trainer, journal, folder = run
     with pytest.raises(ConflictError, match="no preferences; send some with POST /v1/training/preference"):

@@ -106,20 +106,6 @@ async def test_while_rewards_are_awaited_the_groups_of_one_more_update_are_sampl
     await world.takes(6)
 
 
-async def test_groups_that_wait_for_tools_count_like_those_that_wait_for_rewards(world: World) -> None:
-    await world.takes(2)
-    world.quiet_s = 1.0
-    await world.takes(4)
-
-
-async def test_nothing_is_sampled_ahead_while_the_model_samples_or_nothing_waits(world: World) -> None:
-    await world.takes(2)
-    world.end(2)
-    world.reward(2)
-    world.quiet_s = 1.0
-    await world.takes(2)
-
-
 @pytest.mark.parametrize(
     "world",
     [{"draw_ahead_after_s": None}, {"max_staleness": 0}, {"trajectory_buffer_size": 2 * WANTED - 1}],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mlx_parallm.cli.main import main
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.runs.journal import Journal
-from mlx_parallm.rl.runs.record import RunFile, RunState, RunSummary, list_runs, read_record, summarize
+from mlx_parallm.rl.runs.record import RunFile, RunState, list_runs, read_record, summarize
 from mlx_parallm.rl.runs.records import PolicyChange, Update
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.tracking import read_metrics
@@ -79,14 +78,6 @@ def test_a_run_whose_process_lives_is_told_by_its_lock() -> None:
     open_run(Path("mine"), False, wanted=True).close()
 
 
-async def test_updates_that_came_to_nothing_do_not_say_how_far_a_run_is() -> None:
-    begun(Path("mine"))
-    nothing = [replace(update(2, 0.5), status=status, version=None) for status in ("held", *["skipped"] * 30)]
-    await updated(Path("mine"), update(2, 0.25, run_steps=4.0), *nothing)
-    found = summarize(Path("mine"))
-    assert (found.steps, found.reward, found.at) == (4, 0.25, 1001.0)
-
-
 async def test_a_run_of_the_train_command_has_the_steps_that_it_made_and_what_seeds_are_compared_by(capsys) -> None:
     run = open_run(Path("runs/one"), False, wanted=True)
     run.close()
@@ -137,16 +128,6 @@ def test_metrics_are_read_by_steps_and_what_was_made_again_counts_once() -> None
     assert (two.report.adapter, two.report.step) == (AdapterRef("default", 2), 2)
     assert (two.report.metrics, two.report.checkpoint) == ({"reward_mean": 0.75}, "checkpoint-2")
     assert read_metrics(Path("nothing.jsonl")) == []
-
-
-async def test_a_live_run_can_be_listed_while_it_writes() -> None:
-    begun(Path("mine"))
-    journal = Journal(JournalFile(Path("mine") / JOURNAL))
-    await journal.changed(PolicyChange("default", 1, 1.0, update(1, 0.125)))
-    assert summarize(Path("mine")).reward == 0.125
-    await journal.changed(PolicyChange("default", 2, 2.0, update(2, 0.5)))
-    assert summarize(Path("mine")).reward == 0.5
-    await journal.close()
 
 
 def test_a_record_that_cannot_be_read_is_one_line_of_the_list() -> None:
@@ -210,9 +191,3 @@ def test_a_run_is_named_by_its_folder_or_by_its_name() -> None:
     assert named_run("two") == Path("two")
     Path("runs/two").mkdir(parents=True)
     assert named_run("two") == Path("runs/two")
-
-
-def test_a_run_without_a_record_is_listed_too() -> None:
-    open_run(Path("mine"), False, wanted=True).close()
-    found = summarize(Path("mine"))
-    assert found == RunSummary(Path("mine"), RunState.FINISHED, reason=found.reason)

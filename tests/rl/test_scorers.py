@@ -14,10 +14,10 @@ import pytest
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.rl.scoring.builtin import BUILTINS
-from mlx_parallm.rl.scoring.gym import TextAsCodeError, dataset, no_code_from_text
+from mlx_parallm.rl.scoring.gym import dataset
 from mlx_parallm.rl.scoring.sample import ScorerInput
 from mlx_parallm.rl.scoring.scorers import Term, load, terms
-from mlx_parallm.rl.scoring.service import ScorerCatalogue, _Description
+from mlx_parallm.rl.scoring.service import ScorerCatalogue
 
 
 def score(scorer, text, tokens=3, finish_reason="stop", **metadata):
@@ -104,11 +104,6 @@ def test_length_falls_smoothly_on_both_sides():
     assert rewards[19] == pytest.approx(rewards[79]) == pytest.approx(math.exp(-(math.log(2) ** 2)))
     assert all(0 < reward <= 1 for reward in rewards)
     assert score("length", "text", 40, target_length="40") == 1
-
-
-def test_a_text_that_was_cut_off_has_no_length():
-    assert score("length", "text", 40, finish_reason="length", target_length=40) == 0
-    assert score("length", "", 0, target_length=40) == 0
 
 
 # -- gsm8k and math --------------------------------------------------------------------------------
@@ -249,16 +244,6 @@ def test_no_answer_and_no_entry_is_run_as_code(tmp_path):
     assert (tmp_path / "ran").exists()
 
 
-def test_the_guard_stands_only_while_it_is_wanted():
-    with no_code_from_text():
-        with pytest.raises(TextAsCodeError):
-            eval("1 + 1")
-        with pytest.raises(TextAsCodeError):
-            exec(compile("1 + 1", "<string>", "exec"))
-        assert json.loads("[1]") == [1]
-    assert eval("1 + 1") == 2
-
-
 # -- names -----------------------------------------------------------------------------------------
 
 
@@ -381,15 +366,6 @@ def test_a_request_names_no_file_and_no_function(name, tmp_path, monkeypatch):
     assert refused(f"0.5*exact + 0.5*{name}", answer="x").param == "scoring_function"
 
 
-def test_a_sum_must_bring_what_every_part_reads():
-    ScorerCatalogue().check(CollectionSpec("0.5*exact + 0.5*regex", {"answer": "x", "pattern": "y"}))
-    assert "metadata.pattern" in str(refused("0.5*exact + 0.5*regex", answer="x"))
-
-
-def test_no_scorer_needs_nothing():
-    ScorerCatalogue().check(CollectionSpec(None))
-
-
 def test_tasks_of_reasoning_gym_are_known_without_importing_it_here():
     catalogue, entry = ScorerCatalogue(), {"question": "1 + 1 = ?", "answer": "2", "metadata": {}}
     before = set(sys.modules)
@@ -421,17 +397,3 @@ def test_without_math_verify_the_error_says_how_to_install_it(monkeypatch, score
     error = refused(scorer, answer="3")
     assert error.param == "scoring_function"
     assert "pip install 'mlx-parallm[math]'" in str(error)
-
-
-def test_nothing_is_asked_twice(monkeypatch):
-    """A name that is not built in costs a child process once, whether or not it can be used."""
-    catalogue, started = ScorerCatalogue(), []
-    monkeypatch.setattr(
-        "mlx_parallm.rl.scoring.service._describe",
-        lambda name: started.append(name) or _Description((), ("a", "b"), "broken"),
-    )
-    for _ in range(3):
-        for name in ("reasoning_gym:a", "reasoning_gym:b", "reasoning_gym:c"):
-            with pytest.raises(InvalidRequestError, match="broken" if name[-1] in "ab" else "unknown"):
-                catalogue.check(CollectionSpec(name, {}))
-    assert started == ["reasoning_gym:a", "reasoning_gym:b"]

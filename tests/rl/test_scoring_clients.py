@@ -136,21 +136,6 @@ async def test_what_takes_long_to_check_is_refused_and_takes_none_of_the_servers
     assert time.thread_time() - used < 1.0  # the child used a second
 
 
-async def test_what_is_wrong_and_what_is_right_is_told_by_the_child(service):
-    check = service().check
-    await check(CollectionSpec("json_schema", {"schema": {"type": "object"}}))
-    await check(CollectionSpec("0.5*regex + 0.5*exact", {"pattern": "a+", "answer": "a"}))
-    for scorer, metadata, message in (
-        ("regex", {"pattern": "("}, "metadata.pattern is not a regular expression"),
-        ("regex", {"pattern": "a" * 5000}, "metadata.pattern must be text of at most 4096 characters"),
-        ("json_schema", {"schema": {"type": "strange"}}, "metadata.schema is not a JSON schema"),
-        ("json_schema", {"schema": {"enum": ["x" * 70000]}}, "metadata.schema must have at most 65536 characters"),
-        ("json_schema", {}, "metadata.schema is missing"),
-    ):
-        with pytest.raises(InvalidRequestError, match=message):
-            await check(CollectionSpec(scorer, metadata))
-
-
 async def test_a_check_that_waits_too_long_says_so_and_leaves_its_place(service, monkeypatch):
     monkeypatch.setattr("mlx_parallm.rl.scoring.service._WAIT_S", 0.0)
     scoring = service()

@@ -7,10 +7,9 @@ import os
 import signal
 
 import pytest
-from rl.scoring_rig import SHORT_S, fault, file_of, gone, group
+from rl.scoring_rig import SHORT_S, file_of, gone, group
 
 from mlx_parallm.core.requests import FinishReason
-from mlx_parallm.rl.scoring import pool as pool_module
 from mlx_parallm.rl.scoring.pool import ScoringError
 
 # -- rewards ---------------------------------------------------------------------------------------
@@ -34,12 +33,6 @@ async def test_a_users_scorer_sees_the_sample_and_joins_sums(service):
 async def test_texts_of_any_kind_cross(service):
     texts = ["", "line\nline", "é\u2028𝄞", "\ud800", "\0", "x" * 300_000]
     assert await service().score(group("size", *texts)) == tuple(map(len, texts))
-
-
-async def test_many_groups_at_once(service):
-    scoring = service(batch_size=8)
-    groups = [group("size", *("x" * (i * j) for j in range(3))) for i in range(40)]
-    assert await asyncio.gather(*map(scoring.score, groups)) == [(0, i, 2 * i) for i in range(40)]
 
 
 async def test_the_child_is_nice_and_has_neither_mlx_nor_a_blas(service):
@@ -129,14 +122,6 @@ async def test_a_child_that_is_killed_in_the_middle_costs_nothing(service, tmp_p
     assert await asyncio.gather(*scored) == [(7,), (2,)]
 
 
-async def test_a_child_that_is_killed_while_idle_costs_nothing(service):
-    scoring = service()
-    (child,) = await scoring.score(group("pid", "x"))
-    os.kill(int(child), signal.SIGKILL)
-    assert await scoring.score(group("size", "ab")) == (2,)
-    assert (await scoring.score(group("pid", "x")))[0] != child
-
-
 async def test_what_a_scorer_prints_is_no_answer(service):
     scoring = service()
     assert await scoring.score(group("prints", "a", "b")) == (1, 1)
@@ -151,30 +136,6 @@ async def test_what_is_no_json_from_the_child_is_a_fault(service):
     assert isinstance(bad, ScoringError)
     assert "not an answer" in str(bad)
     assert after == (2,)
-
-
-@pytest.mark.parametrize("rewards", [None, [], [1.0, 2.0], ["1"], [float("nan")]])
-async def test_a_reply_that_is_not_one_finite_number_each_costs_its_group(rewards, service, monkeypatch):
-    async def forged(self, rule, size, message):
-        return {"rewards": rewards}
-
-    monkeypatch.setattr(pool_module.ScoringPool, "run", forged)
-    assert "reward" in await fault(service(), "size")
-
-
-async def test_metadata_that_is_no_json_costs_its_group(service):
-    scoring = service()
-    with pytest.raises(ScoringError, match="not JSON"):
-        await scoring.score(group("size", "x", thing={1, 2}))
-    assert await scoring.score(group("size", "ab")) == (2,)
-
-
-async def test_a_child_that_cannot_be_started_costs_the_groups_that_wanted_it(service, monkeypatch):
-    scoring = service()
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.executable", "/nowhere/python")
-        assert "could not be started" in await fault(scoring, "size")
-    assert await scoring.score(group("size", "ab")) == (2,)
 
 
 async def test_a_listener_that_goes_away_frees_its_process_and_disturbs_nobody(service, tmp_path):

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
-from typing import Any
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.rl.scoring import pool as pool_module
-from mlx_parallm.rl.scoring.pool import FairQueue, Rule, ScoringError, ScoringJob, ScoringPool, WorkerFault, WorkerHung
+from mlx_parallm.rl.scoring.pool import FairQueue, Rule, ScoringJob
 
 
 def job(client: str, scorer: str = "exact", size: int = 1) -> ScoringJob:
@@ -76,14 +70,6 @@ def test_a_batch_has_jobs_of_one_rule_in_order_up_to_its_size() -> None:
     assert queue.take(e) is None
 
 
-def test_a_slow_rule_has_short_batches() -> None:
-    queue = FairQueue(1, 32)
-    put(queue, *[job("s") for _ in range(4)], *[job("q") for _ in range(4)])
-    assert served(queue, {"s": 0.3, "q": 0.3}, 8) == "sqsqsqsq"
-    put(queue, *[job("s") for _ in range(4)], *[job("q") for _ in range(4)])
-    assert served(queue, {"s": 0.01, "q": 0.01}, 8) == "ssssqqqq"
-
-
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.sampled_from("xy"), st.integers(1, 5), st.sampled_from("ptew")),
@@ -118,75 +104,6 @@ def test_every_job_is_taken_once_or_is_withdrawn_and_nothing_is_left(steps, plac
     (last,) = put(queue, job("d"))
     assert queue.take() is last
     queue.end(last, 1.0)
-    assert queue._client_seconds == queue._rule_seconds == queue._running == {}
 
 
 # ---- the pool ------------------------------------------------------------------------------------
-
-FAULTS = {"dies": WorkerFault("died"), "hangs": WorkerHung("took more than 1 s"), "raises": ScoringError("no")}
-
-
-class FakeProcess:
-    """Does as the message says, after some steps of the event loop."""
-
-    def __init__(self, limit_s: float) -> None:
-        self.busy = self.closed = False
-
-    async def ask(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        assert not self.busy, "a process works on one job at a time"
-        self.busy = True
-        try:
-            for _ in range(message.get("steps", 1)):
-                await asyncio.sleep(0)
-                if self.closed:
-                    raise WorkerFault("closed")
-            if (fault := FAULTS.get(message["name"])) is not None:
-                raise fault
-            return message
-        finally:
-            self.busy = False
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-def run(pool: ScoringPool, name: str, client: str = "", size: int = 1, steps: int = 1):
-    return asyncio.create_task(pool.run(Rule(client, "exact", ""), size, {"name": name, "steps": steps}))
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["works", "dies", "hangs", "raises"]),
-            st.sampled_from("abc"),
-            st.integers(1, 5),
-            st.integers(0, 4),
-            st.none() | st.integers(0, 12),
-        ),
-        max_size=12,
-    ),
-    st.integers(1, 3),
-)
-def test_every_job_ends_and_every_process_is_free_again(jobs, processes: int) -> None:
-    """`jobs`: what each does, its client, its size, how long it takes, and when its caller goes away."""
-
-    async def all_of_them() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pool_module, "ScoringProcess", FakeProcess)
-            pool = ScoringPool(processes, 4, 1.0)
-        tasks = [run(pool, name, client, size, steps) for name, client, size, steps, _ in jobs]
-        for step in range(13):
-            for task, job in zip(tasks, jobs, strict=True):
-                if job[-1] == step:
-                    task.cancel()
-            await asyncio.sleep(0)
-        ends = await asyncio.gather(*tasks, return_exceptions=True)
-        for (name, *_, leaves), end in zip(jobs, ends, strict=True):
-            ok = isinstance(end, dict) if name == "works" else isinstance(end, ScoringError)
-            assert ok or (leaves is not None and isinstance(end, asyncio.CancelledError))
-        assert len(set(map(id, pool._idle))) == processes
-        assert pool._queue.waiting == []
-        assert pool._queue._client_seconds == pool._queue._rule_seconds == pool._queue._running == {}
-        await pool.close()
-
-    asyncio.run(all_of_them())

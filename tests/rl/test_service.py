@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 from configs import changed
 from rl.fakes import trajectories
-from rl.service_rig import GIVEN, SETTINGS, first_is_best, settle, until, world
+from rl.service_rig import GIVEN, SETTINGS, settle, until, world
 from sample_parts import advantage as advantage_of
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
@@ -23,29 +23,6 @@ from mlx_parallm.errors import (
     UnknownModelError,
     UnknownTrajectoryError,
 )
-from mlx_parallm.extras.lessons.examples import imitating
-
-
-async def test_requests_become_versions() -> None:
-    async with world() as one:
-        client = one.service
-        assert client.status().current is None
-        for _ in range(2):
-            await one.request()
-        await settle()
-        status = client.status()
-        assert status.current == AdapterRef("main", 1)
-        assert (status.state, status.adapter, status.trained) == ("idle", "main", ("main",))
-        assert (status.trajectories_collected, status.trajectories_waiting, status.groups_ready) == (4, 0, 0)
-        assert (status.step, status.updates_total, status.updates_per_second) == (1, 1, 1 / 60)
-        assert status.metrics["reward_mean"] == 0.5 == status.reward_running_mean
-        assert status.metrics["loss"] == 0.5
-        assert status.last_update is not None
-        assert set(one.states().values()) == {"trained"}
-        await one.request(AdapterRef("main", 1))
-        await one.request(AdapterRef("main", 1))
-        await settle()
-        assert client.status().current == AdapterRef("main", 2)
 
 
 async def test_it_runs_while_answers_are_being_sampled_for_it() -> None:
@@ -60,18 +37,6 @@ async def test_it_runs_while_answers_are_being_sampled_for_it() -> None:
             await anext(events)
             assert one.service.status().state == "running"
         assert one.service.status().state == "idle", "the client has left"
-
-
-async def test_it_runs_while_it_imitates_examples_and_its_answers_are_no_plateau() -> None:
-    async with world(changed(SETTINGS, update_frequency=1000)) as one:
-        one.scorers.rewards = lambda trajectory: 0.0
-        with imitating(one.service, "main"):
-            assert one.service.status().state == "running"
-            for _ in range(20):
-                await one.request()
-            await settle()
-            assert one.service.status().advice == ""
-        assert one.service.status().state == "idle"
 
 
 async def test_rewards_may_come_by_feedback() -> None:
@@ -91,20 +56,6 @@ async def test_rewards_may_come_by_feedback() -> None:
             await one.service.trajectories.feedback("traj-x-0", 1.0)
         with pytest.raises(InvalidRequestError):
             await one.service.trajectories.feedback(ids[0], math.nan)
-
-
-async def test_a_scorer_that_fails_costs_its_groups_only() -> None:
-    async with world() as one:
-        one.scorers.rewards = None
-        failed = await one.request()
-        await settle()
-        one.scorers.rewards = first_is_best
-        good = [*await one.request(), *await one.request()]
-        await settle()
-        states = one.states()
-        assert {states[trajectory] for trajectory in failed} == {"scoring_failed"}
-        assert {states[trajectory] for trajectory in good} == {"trained"}
-        assert one.service.status().drops == {"scoring_failed": 2}
 
 
 async def test_a_group_that_waits_too_long_makes_do_with_what_it_has() -> None:
@@ -141,14 +92,6 @@ async def test_one_thumb_of_a_group_is_an_update(score: float, advantage: float)
         assert one.states() == {from_feedback: "trained", silent: "trained"}
         with pytest.raises(ConflictError, match="taken for training"):
             await one.service.trajectories.feedback(from_feedback, 0.0)
-
-
-async def test_people_wait_less_where_the_setting_says_so() -> None:
-    async with world(changed(SETTINGS, feedback_timeout_s=0.001)) as one:
-        ids = await one.request(scorer=None)
-        await until(lambda: one.service.status().drops == {"timeout": 2})
-        with pytest.raises(ConflictError, match="dropped"):
-            await one.service.trajectories.feedback(ids[0], 1.0)
 
 
 async def test_a_thumb_survives_the_failure_of_the_scorer() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import aclosing
-from pathlib import Path
 
 import pytest
 from configs import changed
@@ -16,7 +15,7 @@ from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import CheckpointingConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.readers import EVERYTHING
-from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, SamplingParams, StopParams
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
@@ -24,7 +23,6 @@ from mlx_parallm.errors import (
     UnknownModelError,
 )
 from mlx_parallm.rl.status import TrainingEvent
-from mlx_parallm.rl.trajectory_log import TrajectoryLog
 
 
 async def test_a_name_that_means_another_version_by_now_begins_again_with_it() -> None:
@@ -41,14 +39,6 @@ async def test_a_name_that_means_another_version_by_now_begins_again_with_it() -
         with pytest.raises(ConflictError):
             await one.service.trajectories.check(CollectionSpec("exact"), AdapterRef("main", 1), EVERYTHING)
         await one.service.trajectories.check(CollectionSpec("exact"), elsewhere, EVERYTHING)
-
-
-async def test_starting_again_what_is_trained_already_changes_nothing() -> None:
-    async with world() as one:
-        await one.service.update(given=GIVEN)
-        await one.service.update(given=GIVEN)
-        one.publisher.names["main"] = AdapterRef("main", 1)
-        assert (await one.service.start()).step == 2, "a version of the lineage is no news"
 
 
 async def test_an_update_that_was_asked_for_is_finished_though_nobody_waits() -> None:
@@ -104,22 +94,6 @@ async def test_control() -> None:
             await one.service.rollback(to="nothing")
 
 
-async def test_a_lost_request_is_counted() -> None:
-    async with world() as one:
-        asked = GenerationRequest("gone", ((1,),), SamplingParams(), StopParams(4), n=2, collection=CollectionSpec())
-        async with aclosing(one.generate(asked)) as events:
-            await anext(events)
-        assert one.service.status().drops == {"aborted": 2}
-        assert one.service.status().trajectories_collected == 0
-
-
-async def test_a_request_that_draws_no_token_leaves_no_trajectory() -> None:
-    async with world() as one:
-        asked = GenerationRequest("none", ((1,),), SamplingParams(), StopParams(0), n=2, collection=CollectionSpec())
-        assert [event async for event in one.generate(asked)] == one.engine.events
-        assert one.service.trajectories.buffer.newest(9) == []
-
-
 async def test_everything_is_told_in_order() -> None:
     async with world(changed(SETTINGS, update_frequency=2), checkpointing=CheckpointingConfig(interval=1)) as one:
         async with aclosing(one.service.events()) as events:
@@ -144,19 +118,6 @@ async def test_everything_is_told_in_order() -> None:
         assert seen[7].data["reasons"] == {"zero_variance": 2}
         assert {event.data["adapter"] for event in seen[:-1]} == {"main"}
         assert json.dumps([dict(event.data) for event in seen])
-
-
-async def test_the_log_holds_every_trajectory_once(tmp_path: Path) -> None:
-    path = tmp_path / "trajectories.jsonl"
-    async with world(changed(SETTINGS, trajectory_buffer_size=6), TrajectoryLog(path)) as one:
-        ids = [trajectory for _ in range(2) for trajectory in await one.request()]
-        await settle()
-        for _ in range(4):
-            ids += await one.request(AdapterRef("main", 1), scorer=None)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["trajectory_id"] for line in lines] == ids[:6]
-    assert [line["fate"] for line in lines] == ["trained"] * 4 + ["dropped"] * 2
-    assert [line["reason"] for line in lines[4:]] == ["buffer_full"] * 2
 
 
 async def test_close_gives_up_what_is_under_way() -> None:
@@ -198,12 +159,6 @@ async def test_while_it_is_held_nothing_is_updated_by_itself_and_then_what_has_w
         assert pauses(events) == [("paused", "the machine runs on battery"), ("resumed", None)]
 
 
-async def test_an_update_that_a_client_asks_for_is_made_though_training_is_held() -> None:
-    async with world() as one:
-        one.service.hold("battery")
-        assert (await one.service.update(given=GIVEN)).step == 1
-
-
 async def test_the_end_of_a_hold_does_not_end_a_pause_and_resuming_does_not_end_a_hold() -> None:
     async with world() as one:
         await one.service.pause()
@@ -215,9 +170,3 @@ async def test_the_end_of_a_hold_does_not_end_a_pause_and_resuming_does_not_end_
         assert (await one.service.resume()).pause_reason == "battery"
         one.service.hold("")
         assert one.service.status().state != "paused"
-
-
-async def test_an_adapter_whose_training_begins_meanwhile_is_held_too() -> None:
-    async with world() as one:
-        one.service.hold("battery")
-        assert (await one.service.start("math")).state == "paused"

@@ -16,8 +16,6 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl import task_files
 from mlx_parallm.rl.environments import Task, answers_of, environment
 from mlx_parallm.rl.environments.files import find_tasks, read_tasks
-from mlx_parallm.rl.scoring.sample import ScorerInput
-from mlx_parallm.rl.scoring.scorers import load
 from mlx_parallm.server.api.conversation import Message
 
 SOLUTION = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = 72.\n#### 72"
@@ -108,20 +106,9 @@ def test_a_bad_line_costs_itself_and_the_log_gives_its_number(write, caplog, lin
     assert re.search(message, record.getMessage())
 
 
-def test_many_bad_lines_are_counted(write, caplog) -> None:
-    read_tasks(write(SUM, *["{"] * 500))
-    assert len(caplog.records) < 30
-    assert "480 more rows" in caplog.records[-1].getMessage()
-
-
 def test_one_id_twice_is_an_error_that_names_both_lines(write) -> None:
     with pytest.raises(ConfigError, match=r"line 1 and line 3 of .* same id"):
         read_tasks(write({**SUM, "id": 1}, "{", {"id": "1", "prompt": "3 + 3 =", "answer": "6"}))
-
-
-def test_the_same_task_twice_is_no_error(write) -> None:
-    anonymous = {"prompt": "2 + 2 =", "answer": "4"}
-    assert len(read_tasks(write(anonymous, anonymous)).rows) == 2
 
 
 def test_a_file_that_gives_no_task_is_refused(write, tmp_path: Path, monkeypatch) -> None:
@@ -172,14 +159,6 @@ def test_a_file_is_an_endless_environment_in_an_order_of_the_seed(write) -> None
     assert sorted(drawn[:20], key=int) == sorted(drawn[20:], key=int) == [str(n) for n in range(20)]
 
 
-def test_a_task_of_a_file_is_scored_by_its_answer(write) -> None:
-    (task,) = islice(environment(str(write({"question": "How many clips?", "answer": SOLUTION}))).tasks(0), 1)
-    assert task.messages == ({"role": "user", "content": "How many clips?"},)
-    score = load(task.collection.scorer)
-    answers = [ScorerInput(text, 9, 3, "stop", task.collection.metadata) for text in ("It is 72.", "73")]
-    assert score(answers) == [1, 0]
-
-
 def test_a_server_reads_files_and_loads_no_other_environment(write, monkeypatch) -> None:
     assert answers_of(str(write(SUM))).find("sum", None).collection.metadata["answer"] == "4"
     monkeypatch.setattr("mlx_parallm.rl.scoring.gym.task_names", lambda: pytest.fail("reasoning-gym was loaded"))
@@ -215,11 +194,6 @@ def test_with_a_reward_every_column_is_passed_on_and_an_answer_is_optional(write
     assert [len(task.messages) for task in found] == [1, 1, 2, 1]
 
 
-def test_without_a_reward_only_the_answer_is_kept(write) -> None:
-    (task,) = read_tasks(write({"prompt": "2 + 2 =", "ground_truth": 4, "level": 3})).rows
-    assert (task.collection.metadata, task.collection.scorer) == ({"answer": "4"}, "gsm8k")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -251,15 +225,6 @@ def test_a_row_that_cannot_be_a_task_says_why(write, caplog, line, message) -> N
     assert re.search(message, caplog.records[0].getMessage())
 
 
-def test_conversations_that_only_end_alike_are_not_mistaken_for_each_other(write) -> None:
-    def turns(system: str) -> list[dict[str, str]]:
-        return [{"role": "system", "content": system}, {"role": "user", "content": "2 + 2 ="}]
-
-    found = read_tasks(write({"messages": turns("a"), "answer": 4}, {"messages": turns("b"), "answer": 5}))
-    assert len(found.rows) == 2
-    assert found.find(None, "2 + 2 =") is None
-
-
 @pytest.mark.parametrize("name", ["reasoning_gym:chain_sum", "FILE"])
 def test_the_reward_scores_the_tasks_of_any_environment(write, name) -> None:
     file = str(write({"prompt": "a", "answer": "1", "scoring_function": "exact"}))
@@ -278,13 +243,6 @@ def test_a_conversation_with_parts_and_tools_is_read_as_chat_reads_it(write, key
     value = json.dumps(TOOL_TURNS) if as_text else TOOL_TURNS
     (task,) = read_tasks(write({key: value}), rewarded=True).rows
     assert list(task.messages) == [Message.model_validate(each).for_template() for each in TOOL_TURNS]
-
-
-def test_calls_and_results_of_a_row_may_have_no_ids(write) -> None:
-    bare = [USER, {"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}]
-    (task,) = read_tasks(write({"messages": [*bare, {"role": "tool", "content": "4"}]}), rewarded=True).rows
-    assert task.messages[1]["tool_calls"][0]["function"] == {"name": "sum", "arguments": {"a": 2, "b": 2.5}}
-    assert task.messages[2] == {"role": "tool", "content": "4"}
 
 
 def test_a_text_that_only_looks_like_messages_is_a_text(write) -> None:
@@ -319,19 +277,6 @@ def test_rows_of_parquet_are_tasks_with_their_columns(tmp_path: Path) -> None:
     file.write_bytes(b"PAR1 and nothing else")
     with pytest.raises(ConfigError, match=r"tasks\.parquet cannot be read"):
         find_tasks(str(file))
-
-
-def test_parquet_has_the_bound_of_other_files(tmp_path: Path, monkeypatch) -> None:
-    """Its rows count, because a small file may hold much."""
-    pyarrow = pytest.importorskip("pyarrow")
-    from pyarrow import parquet
-
-    file = tmp_path / "tasks.parquet"
-    parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a" * 1000}] * 2000), file)
-    monkeypatch.setattr(task_files, "MAX_FILE_BYTES", 1024 * 1024)
-    assert file.stat().st_size < 1024 * 1024
-    with pytest.raises(ConfigError, match="more than 1 MiB"):
-        find_tasks(str(file), rewarded=True)
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path: Path, monkeypatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import pytest
 from rl.fakes import groups_of, trajectories
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.rl import trajectory_log
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.runs.records import Feedback
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
@@ -91,25 +89,6 @@ async def test_a_failing_disk_costs_whole_groups_and_nothing_else(
     assert [line["trajectory_id"] for line in logged(path)] == ["c-0", "c-1"]
     assert file.failures == 1
     buffer.check_integrity()
-
-
-async def test_groups_beyond_those_that_may_wait_for_a_slow_disk_are_left_out_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, disk, write = tmp_path / "t.jsonl", threading.Event(), os.write
-    monkeypatch.setattr(trajectory_log, "_MAX_PENDING", 2)
-    monkeypatch.setattr(os, "write", lambda *args: disk.wait() and write(*args))
-    file = TrajectoryLog(path)
-    buffer = TrajectoryBuffer(8, file.append)
-    try:
-        for name in ("a", "b", "c"):
-            buffer.drop(added(buffer, name, 1), DropReason.STALE)
-        assert file.failures == 1
-    finally:
-        disk.set()
-        await file.close()
-    assert [line["trajectory_id"] for line in logged(path)] == ["a-0", "b-0"]
-    assert file.failures == 1
 
 
 async def _failed(file: TrajectoryLog) -> None:

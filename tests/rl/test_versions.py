@@ -25,18 +25,3 @@ def test_lag_counts_publications_not_version_numbers() -> None:
     versions.rewind_to(ref(1))
     assert [versions.staleness(r) for r in (BASE_ADAPTER, ref(6), ref(1))] == [None, None, 0]
     assert versions.latest == ref(1)
-
-
-def test_a_long_history_keeps_its_newest_versions() -> None:
-    versions = VersionHistory(BASE_ADAPTER, max_staleness=2000)
-    for version in range(1, 100_001):
-        versions.announce(ref(version))
-        versions.append(ref(version))
-    assert versions.latest == ref(100_000)
-    assert [versions.staleness(ref(100_000 - age)) for age in (0, 1, 2000, 50_000)] == [0, 1, 2000, None]
-    assert versions.includes_ever(ref(99_000))
-    assert len(versions._positions) == len(versions._ever) == 2001
-    versions.rewind_to(ref(99_999))
-    versions.append(ref(100_001))
-    assert [versions.staleness(ref(version)) for version in (99_998, 99_999, 100_000, 100_001)] == [2, 1, None, 0]
-    assert versions.last(2) == ("math@99999", "math@100001")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,19 +16,16 @@ from trainers import (
     failing,
     finish,
     gradients,
-    learn,
     learning,
     leaves,
     make_policy,
     make_trainer,
-    plain_logprobs,
     samples,
     unclipped,
-    with_logprobs,
 )
 
 from mlx_parallm.config import Algorithm, OptimizerConfig
-from mlx_parallm.errors import InvalidRequestError, StepFailedError
+from mlx_parallm.errors import StepFailedError
 from mlx_parallm.train.data import Datum, UpdateBatch
 from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.policy import Policy
@@ -51,42 +47,6 @@ def test_one_step_of_several_calls_is_the_step_of_one_call(algorithm: Algorithm,
         trainer.accumulate(recorder, part, settings.loss, UpdateTotals.of(drawn))
     finish(trainer, trainer.step(recorder, settings.optimizer))
     assert_close(recorder.seen, want, 1e-5)
-
-
-@pytest.mark.parametrize("most", [1, 30, 1000])
-@pytest.mark.parametrize("same", [False, True])
-def test_a_sample_that_comes_several_times_counts_as_often(same: bool, most: int) -> None:
-    """Equal samples, or one object: the gradient of a sum is that of each, however they are split."""
-    settings = changed(unclipped(loss=loss_config(Algorithm.PPO)), micro_batch_tokens=most)
-    trainer, model = make_trainer(settings)
-    policy = make_policy(trainer, moved=0.05)
-    one, other = with_logprobs(trainer, model, policy, samples(2))
-    drawn, recorder = [one, other, *([one] * 2 if same else [replace(one), replace(one)])], Recorder(policy)
-    of_one, of_other = gradients(trainer, policy, [one]), gradients(trainer, policy, [other])
-    made, _ = finish(
-        trainer,
-        trainer.accumulate(recorder, drawn, settings.loss, returns_logprobs=True),
-        trainer.step(recorder, settings.optimizer),
-    )
-    assert_close(recorder.seen, {name: 3 * of_one[name] + of_other[name] for name in of_one}, 1e-4)
-    for sample, got in zip(drawn, made.logprobs, strict=True):
-        assert got == pytest.approx(plain_logprobs(trainer, model, policy.params, sample), abs=1e-4)
-
-
-def test_the_policy_after_several_calls_and_a_pause_between_them_is_the_same() -> None:
-    (one, model), (other, _) = make_trainer(), make_trainer()
-    policy, again = make_policy(one, moved=0.05), make_policy(other, moved=0.05)
-    drawn = with_logprobs(one, model, policy, samples(7, groups=3))
-    outcome = learn(one, policy, drawn)
-    before = leaves(again)
-    for part in parts_of(drawn, 3):
-        finish(other, other.accumulate(again, part, LOSS, UpdateTotals.of(drawn)))
-        assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(again).items())
-    (result,) = finish(other, other.step(again, OPTIMIZER))
-    assert_close(leaves(again), leaves(policy), 1e-5)
-    assert (result.step, result.skipped) == (outcome.step, "") == (1, "")
-    for name in ("loss", "entropy", "ratio_mean", "grad_norm", "tokens", "learning_rate"):
-        assert result.metrics[name] == pytest.approx(outcome.metrics[name], rel=1e-5), name
 
 
 def test_calls_may_have_losses_of_their_own_and_are_divided_by_their_own_totals() -> None:
@@ -136,42 +96,6 @@ def test_a_step_without_gradients_is_refused() -> None:
         trainer.step(policy, OPTIMIZER)
 
 
-def test_gradients_between_calls_count_as_memory_until_the_step_or_until_they_are_dropped() -> None:
-    trainer, _ = make_trainer(limited(SETTINGS, kl_step=None))
-    policy = make_policy(trainer)
-    resting = trainer.bytes_held
-    for end in ("step", "abandon"):
-        finish(trainer, trainer.accumulate(policy, samples(), LOSS))
-        assert trainer.bytes_held == resting + 4 * policy.parameters
-        assert trainer.bytes_of_updates == 0
-        if end == "step":
-            finish(trainer, trainer.step(policy, OPTIMIZER))
-        else:
-            trainer.abandon(policy)
-        assert trainer.bytes_held == resting
-    trainer.begin(policy, UpdateBatch(tuple(samples())))
-    while trainer.waits():
-        assert trainer.bytes_held == resting, "the gradients of a queued step count once"
-        trainer.advance()
-
-
-def test_a_call_that_fails_leaves_what_was_accumulated_before_and_costs_the_step_that_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trainer, _, policy, drawn = learning(samples(6), unclipped())
-    want, recorder = gradients(trainer, policy, drawn[:3]), Recorder(policy)
-    finish(trainer, trainer.accumulate(recorder, drawn[:3], SETTINGS.loss))
-    bad = trainer.accumulate(recorder, drawn[3:], SETTINGS.loss)
-    with monkeypatch.context() as patched:
-        failing(trainer, patched, trainer._forwards, "gradients")
-        with pytest.raises(RuntimeError, match="injected"):
-            finish(trainer)
-        trainer.reset()
-    assert isinstance(bad.exception(timeout=0), StepFailedError)
-    finish(trainer, trainer.step(recorder, UNCLIPPED))
-    assert_close(recorder.seen, want, 1e-5)
-
-
 def test_a_step_behind_a_call_that_fails_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the samples would be another step than the one that was asked for."""
     trainer, _ = make_trainer()
@@ -192,34 +116,6 @@ def test_a_step_behind_a_call_that_fails_is_not_made(monkeypatch: pytest.MonkeyP
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
     with pytest.raises(ValueError, match="accumulated no gradients"):
         trainer.step(policy, OPTIMIZER)
-
-
-def test_gradients_of_weights_that_were_replaced_move_nothing() -> None:
-    trainer, _ = make_trainer(SETTINGS)
-    policy = make_policy(trainer, moved=0.05)
-    finish(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
-    waiting = trainer.accumulate(policy, samples(3, groups=1), LOSS)
-    stepping = trainer.step(policy, OPTIMIZER)
-    trainer.restore("default", None)
-    for future in (waiting, stepping):
-        with pytest.raises(StepFailedError):
-            finish(trainer, future)
-    with pytest.raises(ValueError, match="no gradients"):
-        trainer.step(policy, OPTIMIZER)
-    assert trainer.bytes_held == policy.nbytes * len(policy.states)
-
-
-def test_a_checkpoint_that_does_not_fit_leaves_the_gradients() -> None:
-    trainer, _ = make_trainer(SETTINGS)
-    policy = make_policy(trainer, moved=0.05)
-    other = trainer.open("other", lora=changed(LORA, lora_rank=2 * LORA.lora_rank))
-    parts = other.state.copied()
-    snapshot = next(part for part in parts if part is not None)
-    finish(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
-    with pytest.raises(InvalidRequestError):
-        trainer.restore("default", snapshot)
-    (outcome,) = finish(trainer, trainer.step(policy, OPTIMIZER))
-    assert outcome.step == 1
 
 
 @pytest.mark.parametrize("minibatches", [1, 2])
@@ -243,17 +139,6 @@ def test_an_update_that_is_under_way_never_replaces_weights_that_were_loaded_mea
         assert policy.state is loaded
         units += 1
     assert units > 3
-
-
-def test_a_policy_that_is_opened_again_leaves_nothing_of_the_one_before() -> None:
-    trainer, _ = make_trainer(SETTINGS)
-    policy = make_policy(trainer, moved=0.05)
-    finish(trainer, trainer.accumulate(policy, samples(4, groups=1), LOSS))
-    waiting = trainer.accumulate(policy, samples(3, groups=1), LOSS)
-    again = trainer.open("default")
-    with pytest.raises(StepFailedError):
-        finish(trainer, waiting)
-    assert trainer.bytes_held == again.nbytes * len(again.states)
 
 
 def test_policies_have_lora_settings_of_their_own() -> None:

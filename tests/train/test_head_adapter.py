@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from configs import changed
 from mlx.utils import tree_flatten
-from sample_parts import answer
 from trainers import (
     LORA,
     SETTINGS,
@@ -19,14 +18,12 @@ from trainers import (
     finish,
     gradients,
     learn,
-    logprobs,
     make_policy,
     make_trainer,
     packed,
     plain_gradients,
     plain_logprobs,
     samples,
-    snapshot,
     unclipped,
     with_logprobs,
 )
@@ -62,16 +59,6 @@ def trainer_of(name: str, lora: ModelConfig, **settings: Any) -> tuple[GRPOTrain
     return make_trainer(made, family, lora, **config)
 
 
-@pytest.mark.parametrize(("lora", "rank"), [(LORA, 0), (changed(HEAD_ONLY, lora_rank=3), 3)], ids=["none", "its own"])
-def test_the_rank_of_the_heads_adapter_is_known_before_a_pass(lora: ModelConfig, rank: int) -> None:
-    """It needs memory, and a policy may have targets and a rank that are not the configured ones."""
-    trainer, _ = trainer_of("tied llama", WITH_HEAD)
-    asked: list[int] = []
-    trainer.model.recomputes = lambda tokens, longest, head_rank: bool(asked.append(head_rank))
-    learn(trainer, trainer.open("own", lora=lora), samples(4))
-    assert set(asked) == {rank}
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("lora", [WITH_HEAD, HEAD_ONLY], ids=["layers and head", "head"])
@@ -82,20 +69,6 @@ def test_gradients_equal_those_of_a_full_log_softmax(name: str, checkpointed: bo
     want = plain_gradients(trainer, model, policy, drawn)
     assert sum("lm_head" in leaf for leaf in want) == 2
     assert_close(gradients(trainer, policy, drawn), want, 1e-5)
-
-
-def test_a_tied_head_changes_the_logits_and_never_the_embedding() -> None:
-    """By hand: hidden states of the base, and logits of its embedding plus the product of the factors."""
-    trainer, model = trainer_of("tied llama", HEAD_ONLY)
-    policy = make_policy(trainer, moved=0.3)
-    (sample,) = samples(1)
-    pair = policy.params["lm_head"]
-    hidden = model.model(mx.array([sample.token_ids]))[0]
-    logits = hidden @ model.model.embed_tokens.base.weight.T + policy.scale * (hidden @ pair["a"]) @ pair["b"]
-    want = (logits - mx.logsumexp(logits, -1, keepdims=True))[mx.array(sample.trained()) - 1, mx.array(answer(sample))]
-    got = logprobs(trainer, packed([sample]), policy.params, policy.scale)
-    assert got.tolist() == pytest.approx(want.tolist(), abs=NEAR)
-    assert got.tolist() != pytest.approx(plain_logprobs(trainer, model, None, sample), abs=1e-2)
 
 
 # ---- the fused function ----------------------------------------------------------------------------
@@ -215,24 +188,3 @@ def test_an_update_trains_the_head_and_leaves_base_and_reference_as_they_were(na
     (after,), _ = trainer._forwards.reference([packed(drawn)])
     assert mx.array_equal(after, reference)
     assert all(np.array_equal(np.array(array), base[leaf]) for leaf, array in tree_flatten(model.parameters()))
-
-
-def test_a_policy_with_a_head_goes_on_from_its_snapshot_to_the_bit() -> None:
-    trainer, _ = trainer_of("tied llama", WITH_HEAD)
-    policy = make_policy(trainer, moved=0.05)
-    learn(trainer, policy, samples())
-    saved = snapshot(policy)
-    again = trainer.open("again", saved)
-    for each in (policy, again):
-        learn(trainer, each, samples(seed=1))
-    got, want = (dict(tree_flatten(each.params)) for each in (again, policy))
-    assert got.keys() == want.keys()
-    assert all(mx.array_equal(got[leaf], want[leaf]) for leaf in want)
-
-
-def test_layers_start_from_the_same_factors_with_and_without_a_head() -> None:
-    trainer, _ = trainer_of("llama", WITH_HEAD)
-    with_head = trainer.open("one").params
-    without = trainer.open("two", lora=changed(WITH_HEAD, lora_target_modules=("q_proj", "down_proj"))).params
-    assert with_head.keys() - without.keys() == {"lm_head"}
-    assert all(mx.array_equal(with_head[path]["a"], pair["a"]) for path, pair in without.items())

@@ -32,13 +32,6 @@ def test_a_turn_that_two_rows_share_is_a_branch_in_the_branch_of_the_prompt() ->
     assert branch.tokens == 5 + 4 + 6 + 4
 
 
-def test_two_prompts_with_the_same_system_prompt_share_it() -> None:
-    system = list(range(100, 120))
-    branch, _ = laid_out(rows(*([*system, *prompt, last] for prompt in (PROMPT, TURN) for last in (1, 2))))
-    assert branch.length == 20
-    assert [branch.length for branch in branch.branches] == [5, 6]
-
-
 def test_what_would_save_next_to_nothing_is_not_shared() -> None:
     """A branch costs an attention call: two rows that go on with the same two tokens keep them."""
     branch, _ = laid_out(rows([*PROMPT, 1, 2, 3], [*PROMPT, 1, 2, 4], [*PROMPT, 5]))

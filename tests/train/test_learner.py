@@ -144,36 +144,6 @@ async def test_a_cancelled_call_leaves_no_part_of_its_gradient() -> None:
     assert_close(leaves(again), leaves(policy), 1e-6)
 
 
-async def test_a_call_that_is_cancelled_before_the_device_took_it_is_never_made() -> None:
-    trainer, _ = make_trainer(SMALL)
-    make_policy(trainer)
-    async with running(trainer) as (learner, device):
-        device.held = True
-        task = asyncio.create_task(learner.accumulate("default", samples(3), LOSS))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not trainer.waits()
-        with pytest.raises(ValueError, match="accumulated no gradients"):
-            await learner.step("default", OPTIMIZER)
-
-
-async def test_a_cancelled_step_is_not_made_and_its_gradients_are_forgotten() -> None:
-    trainer, _ = make_trainer(SMALL)
-    policy = make_policy(trainer, moved=0.05)
-    before = leaves(policy)
-    async with running(trainer) as (learner, device):
-        await learner.accumulate("default", samples(3), LOSS)
-        device.held = True
-        await cancelled(learner.step("default", OPTIMIZER))
-        device.held = False
-        assert not trainer.waits()
-        with pytest.raises(ValueError, match="accumulated no gradients"):
-            await learner.step("default", OPTIMIZER)
-    assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
-
-
 async def test_a_cancelled_update_is_given_up_at_once_and_changes_nothing() -> None:
     trainer, _ = make_trainer(SMALL)
     policy = make_policy(trainer, moved=0.05)
@@ -182,33 +152,6 @@ async def test_a_cancelled_update_is_given_up_at_once_and_changes_nothing() -> N
         await cancelled(learner.learn("default", UpdateBatch(tuple(samples(6)))))
         assert not trainer.waits()
     assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
-
-
-async def test_another_adapter_in_the_same_micro_step_loses_nothing() -> None:
-    settings = changed(SETTINGS, micro_batch_tokens=1000)
-    (one, model), (other, _) = make_trainer(settings), make_trainer(settings)
-    policy = make_policy(one, moved=0.05)
-    drawn = with_logprobs(one, model, policy, samples(6))
-    learn(one, policy, drawn)
-    again = make_policy(other, moved=0.05)
-    make_policy(other, moved=0.05, name="second")
-    async with running(other) as (learner, device):
-        device.held = True
-        staying = asyncio.create_task(learner.accumulate("default", drawn, LOSS))
-        going = asyncio.create_task(learner.accumulate("second", drawn, LOSS))
-        await some_units()
-        device.held = False
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert len(other._running.tokens) == 2
-        going.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await going
-        await staying
-        await learner.step("default", OPTIMIZER)
-        with pytest.raises(ValueError, match="accumulated no gradients"):
-            await learner.step("second", OPTIMIZER)
-    assert_close(leaves(again), leaves(policy), 1e-5)
 
 
 async def test_a_call_that_fails_says_so_and_leaves_no_part_of_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,19 +107,6 @@ def test_a_failure_after_the_first_step_leaves_the_policy_as_it_was(monkeypatch:
     assert learn(trainer, policy, samples(8, groups=4)).step == 2
 
 
-def test_an_update_that_is_given_up_after_the_first_step_leaves_the_policy_as_it_was() -> None:
-    trainer, _ = make_trainer(TWO)
-    trainer.pace(1e-9)
-    policy, check = unchanged(trainer)
-    future = trainer.begin(policy, UpdateBatch(tuple(samples(8, groups=4))))
-    while policy.state.step == 0:
-        trainer.advance()
-    trainer.abandon(policy)
-    assert isinstance(future.exception(timeout=0), StepFailedError)
-    assert not trainer.waits()
-    check()
-
-
 def test_a_part_that_is_not_finite_skips_the_whole_update() -> None:
     trainer, _ = make_trainer(TWO)
     policy, check = unchanged(trainer)

@@ -61,19 +61,6 @@ def test_no_unit_is_longer_than_the_budget_and_few_are_needed(machine: Machine, 
     assert len(seconds) <= sum(seconds) / (0.7 * budget - 0.15) + 1
 
 
-def test_what_was_never_measured_is_guessed_from_a_layer(machine: Machine) -> None:
-    assert max(machine.units(Pacer(0.5))) <= 0.5
-
-
-def test_every_stage_is_run_once_and_in_order(machine: Machine) -> None:
-    machine.units(Pacer(0.1))
-    assert machine.order == list(range(len(MICRO_STEP)))
-
-
-def test_a_unit_takes_one_stage_at_least(machine: Machine) -> None:
-    assert len(machine.units(Pacer(1e-6))) == len(MICRO_STEP)
-
-
 def test_larger_micro_batches_are_cut_into_more_units(machine: Machine) -> None:
     pacer = Pacer(0.5)
     machine.units(pacer)
@@ -89,30 +76,3 @@ def test_it_follows_a_machine_that_becomes_slower(machine: Machine) -> None:
     for _ in range(4):
         machine.units(pacer)
     assert max(machine.units(pacer)) <= 0.5
-
-
-def test_what_a_unit_had_to_do_before_its_first_stage_counts(machine: Machine) -> None:
-    pacer = Pacer(0.5)
-    machine.units(pacer)
-    pacer.begin()
-    machine.now += 0.4  # tracing the graph, say
-    job = pacer.run([Stage(FORWARD, (at, FORWARD, 100)) for at in range(LAYERS)], 100)
-    next(job)
-    assert 1 <= len(machine.order) - len(MICRO_STEP) <= 5
-
-
-def test_stages_of_one_kind_are_waited_for_together_if_there_is_time(machine: Machine) -> None:
-    """So a device that computes ahead of the launches need not stop after each of them."""
-    pacer = Pacer(1e9)
-    machine.units(pacer)
-    machine.waits = 0
-    assert len(machine.units(pacer)) == 1
-    assert machine.waits == len(set(MICRO_STEP))
-
-
-def test_a_unit_that_is_short_of_time_looks_at_the_clock_more_often(machine: Machine) -> None:
-    """What was expected too short cannot take more than half of the unit before it is seen."""
-    pacer = Pacer(0.5)
-    machine.units(pacer)
-    machine.slow = 2.0
-    assert max(machine.units(pacer)) <= 0.75

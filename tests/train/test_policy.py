@@ -106,17 +106,3 @@ def _probability_after(shuffled: bool) -> float:
         drawn = [answered(prompt, (t,), advantage=float(a)) for t, a in zip(tokens, advantages, strict=True)]
         learn(trainer, policy, with_logprobs(trainer, model, policy, drawn))
     return float(np.exp(plain_logprobs(trainer, model, policy.params, answered(prompt, (7,)))[0]))
-
-
-@pytest.mark.parametrize("schedule", [LearningRateSchedule.CONSTANT, LearningRateSchedule.COSINE])
-def test_the_configured_learning_rate_counts_after_a_resume(schedule: LearningRateSchedule) -> None:
-    """Not the one of the checkpoint."""
-    trainer, _ = make_trainer()
-    policy = make_policy(trainer)
-    learn(trainer, policy, samples())
-    optimizer = OptimizerConfig(learning_rate=1e-5, schedule=schedule, decay_updates=10**6)
-    again = Policy(trainer.model.layout, LORA, start=snapshot(policy))
-    outcome = learn(make_trainer(changed(SETTINGS, optimizer=optimizer))[0], again, samples(seed=1))
-    assert outcome.metrics["learning_rate"] == pytest.approx(1e-5, rel=1e-3)
-    moved = max(np.abs(leaf - leaves(policy)[name]).max() for name, leaf in leaves(again).items())
-    assert moved < 5e-5

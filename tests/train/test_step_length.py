@@ -53,16 +53,6 @@ def test_the_step_is_a_part_of_the_way_and_its_metric_says_which() -> None:
         np.testing.assert_allclose(way, outcome.metrics["step_scale"] * whole[name], atol=1e-5)
 
 
-def test_a_short_step_is_left_alone() -> None:
-    ends = []
-    for settings in (changed(SETTINGS, learning_rate=1e-4), changed(SETTINGS, learning_rate=1e-4, max_kl_step=0.2)):
-        trainer, _ = make_trainer(settings)
-        policy = make_policy(trainer, moved=0.05)
-        assert learn(trainer, policy, samples()).metrics["step_scale"] == 1.0
-        ends.append(leaves(policy))
-    assert all((ends[0][name] == ends[1][name]).all() for name in ends[0])
-
-
 def test_it_is_the_same_to_the_bit_when_it_is_made_again_after_a_restart() -> None:
     """After a crash, the policy is the checkpoint's, and the units of device work are cut elsewhere."""
 
@@ -114,17 +104,3 @@ def test_an_update_without_any_gradient_is_skipped_and_leaves_the_policy() -> No
     assert (outcome.skipped, outcome.step) == ("no_gradient", 1)
     after = leaves(policy)
     assert all((before[name] == after[name]).all() for name in before), "nor does it continue as before"
-
-
-def test_the_target_holds_without_the_limit_of_divergence() -> None:
-    settings = WILD.model_copy(
-        update={"divergence": changed(WILD.divergence, kl_step=changed(WILD.divergence.kl_step, limit=None))}
-    )
-    trainer, _ = make_trainer(settings)
-    assert learn(trainer, make_policy(trainer), samples(16, groups=4)).metrics["kl_step"] <= TARGET
-
-
-def test_without_either_it_is_not_measured() -> None:
-    settings = changed(UNBOUND.divergence, kl_step=changed(UNBOUND.divergence.kl_step, limit=None))
-    trainer, _ = make_trainer(UNBOUND.model_copy(update={"divergence": settings}))
-    assert "kl_step" not in learn(trainer, make_policy(trainer), samples()).metrics

@@ -101,29 +101,6 @@ def test_value_and_gradient_are_those_of_the_formula(rig: Any, loss: SummedLoss)
         assert added.metrics["loss"] == pytest.approx(value, rel=1e-4)
 
 
-def test_two_halves_add_up_to_the_whole(rig: Any) -> None:
-    trainer, _, policy = rig
-    loss, given = LOSSES[0], sequences()
-    drawn = [datum_of(each, scored_positions(each)) for each in given]
-    seen = []
-    for parts in ([drawn], [drawn[:1], drawn[1:]]):
-        recorder = Recorder(policy)
-        for part in parts:
-            finish(trainer, trainer.accumulate(recorder, part, resolved_loss(loss), TOTALS))
-        finish(trainer, trainer.step(recorder, trainer.config.optimizer))
-        seen.append(recorder.seen)
-    assert_close(seen[1], seen[0], 1e-5)
-
-
-def test_every_logprob_can_be_asked_for(rig: Any) -> None:
-    trainer, model, policy = rig
-    given = sequences()
-    drawn = [datum_of(each, range(len(each.token_ids))) for each in given]
-    (logprobs,) = finish(trainer, trainer.logprobs(policy, drawn))
-    for each, got in zip(given, logprobs, strict=True):
-        np.testing.assert_allclose(got, np.array(plain(trainer, model, each, policy.params, policy.scale)), atol=1e-5)
-
-
 def test_places_that_change_no_gradient_are_left_out() -> None:
     each = TargetedTokens((1, 2, 3, 4), (0, 0, 4, 5), (0.0, 0.0, 0.0, 0.5), (0.0, 0.0, -1.0, -2.0))
     assert scored_positions(each) == [2, 3], "drawn without an advantage: its ratio is of interest"

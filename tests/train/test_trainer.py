@@ -11,17 +11,13 @@ import pytest
 from configs import changed, loss_config
 from mlx.utils import tree_flatten
 from sample_parts import (
-    advantage,
-    answer,
     drawn_logprobs,
     with_advantage,
-    with_last_token,
     with_logprobs_of,
     with_temperature,
 )
 from tiny import RECURRENT
 from trainers import (
-    LORA,
     SETTINGS,
     SINGLE,
     assert_close,
@@ -44,8 +40,6 @@ from trainers import (
 )
 
 from mlx_parallm.config import Algorithm, OldLogprobs
-from mlx_parallm.train.accumulation import Accumulation
-from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.data import UpdateBatch
 from mlx_parallm.train.packing import split_samples
 
@@ -101,45 +95,6 @@ def test_gradients_equal_those_of_a_full_log_softmax(family: str, checkpointed: 
     assert_close(gradients(trainer, policy, drawn), want, 1e-5)
 
 
-def test_entropy_gradients_equal_finite_differences() -> None:
-    """Of the fused entropy term, along the gradient itself."""
-    settings = unclipped(loss=loss_config(entropy_coef=1.0, algorithm=Algorithm.DAPO))
-    trainer, _ = make_trainer(settings)
-    policy = make_policy(trainer, moved=0.3)
-    drawn = [with_advantage(sample, 0.0) for sample in samples(4)]
-    slope = gradients(trainer, policy, drawn)
-    norm = np.sqrt(sum((leaf**2).sum() for leaf in slope.values()))
-
-    def entropy(step: float) -> float:
-        params = {
-            path: {key: pair[key] + step * mx.array(slope[f"{path}.{key}"]) / norm for key in pair}
-            for path, pair in policy.params.items()
-        }
-        batch = packed(drawn)
-        ((_, entropies),) = trainer._forwards.scores(
-            [batch], [LoraSpan(batch.tokens.size, params, policy.scale)]
-        ).scores
-        return float(entropies.mean().item())
-
-    measured = -(entropy(0.002) - entropy(-0.002)) / 0.004
-    assert measured == pytest.approx(norm, rel=2e-2)
-
-
-def test_only_completion_tokens_are_trained_and_the_last_one_is() -> None:
-    """The gradient of an update changes with each completion token, the last included, and padding plays no part."""
-    trainer, _ = make_trainer(unclipped())
-    policy = make_policy(trainer, moved=0.05)
-    (sample,) = (with_last_token(each, 7) for each in samples(1))
-    other = with_last_token(sample, 8)
-    assert not np.allclose(
-        next(iter(gradients(trainer, policy, [sample]).values())),
-        next(iter(gradients(trainer, policy, [other]).values())),
-    )
-    batch = packed([sample])
-    assert batch.targets.tolist() == list(answer(sample))
-    assert batch.positions.tolist() == [at - 1 for at in sample.trained()]
-
-
 @pytest.mark.parametrize("algorithm", SINGLE)
 def test_gradients_do_not_depend_on_how_the_update_is_split(algorithm: Algorithm) -> None:
     settings = unclipped(loss=loss_config(algorithm=algorithm, clip_low=0.5, clip_high=0.5))
@@ -188,50 +143,6 @@ def test_kl_to_the_base_is_that_of_the_policy_before_the_step(known: bool) -> No
     assert learn(trainer, policy, drawn).metrics["kl"] == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 1000])
-def test_kl_to_the_base_is_an_unbiased_estimate_however_the_update_is_split(
-    micro_batch_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Over all seeds (the step's number) the mean is that of all tokens, though each update looks at a part of them."""
-    monkeypatch.setattr("mlx_parallm.train.accumulation._KL_TOKENS", 1)
-    trainer, model, policy, drawn = learning(
-        samples(24, groups=6), changed(SETTINGS, micro_batch_tokens=micro_batch_tokens), moved=0.3
-    )
-    pairs = [(drawn_logprobs(s), plain_logprobs(trainer, model, None, s)) for s in drawn]
-    of_sample = {id(s): kl([pair]) for s, pair in zip(drawn, pairs, strict=True)}
-
-    update = Accumulation(policy, drawn, SETTINGS.loss, micro_batch_tokens)
-
-    def estimate(step: int) -> float:
-        policy.restore(replace(policy.state, step=step))
-        picked = update.sampled_batches()
-        assert len(picked) == 6
-        return float(np.mean([of_sample[id(s)] for portion in picked for s in portion.samples]))
-
-    estimates = [estimate(step) for step in range(4000)]
-    assert np.mean(estimates) == pytest.approx(kl(pairs), rel=0.02)
-    assert learn(trainer, policy, drawn).metrics["kl"] == pytest.approx(estimates[3999], rel=1e-3)
-
-
-def test_after_an_update_the_stored_logprobs_no_longer_match_and_with_the_old_version_they_do() -> None:
-    trainer, model, policy, drawn = learning(samples())
-    old = policy.params
-    learn(trainer, policy, drawn)
-    for sample in drawn:
-        assert plain_logprobs(trainer, model, old, sample) == pytest.approx(drawn_logprobs(sample), abs=1e-6)
-        now = plain_logprobs(trainer, model, policy.params, sample)
-        assert now != pytest.approx(drawn_logprobs(sample), abs=1e-3)
-
-
-def test_an_update_makes_good_samples_likelier_and_bad_ones_less_likely() -> None:
-    trainer, model, policy, drawn = learning(samples(), moved=0.0)
-    for _ in range(5):
-        learn(trainer, policy, drawn)
-    for sample in drawn:
-        gain = sum(plain_logprobs(trainer, model, policy.params, sample)) - sum(drawn_logprobs(sample))
-        assert gain * advantage(sample) > 0
-
-
 def test_every_factor_moves_by_the_second_update_and_the_base_never() -> None:
     """b has a gradient at once; a only once b is no longer zero."""
     trainer, model = make_trainer()
@@ -246,15 +157,6 @@ def test_every_factor_moves_by_the_second_update_and_the_base_never() -> None:
     after = dict(tree_flatten(model.parameters()))
     assert {name: id(leaf) for name, leaf in after.items()} == arrays
     assert all(np.array_equal(np.array(leaf), base[name]) for name, leaf in after.items())
-
-
-def test_only_the_targets_are_trained() -> None:
-    trainer, _ = make_trainer()
-    policy = make_policy(trainer)
-    assert {path.rpartition(".")[2] for path in policy.params} == set(LORA.lora_target_modules)
-    assert all(pair["a"].dtype == pair["b"].dtype == mx.float32 for pair in policy.params.values())
-    assert policy.weights().rank == LORA.lora_rank
-    assert policy.weights().alpha == LORA.lora_alpha
 
 
 def test_a_half_precision_base_has_float32_masters_and_gradients() -> None:
@@ -338,13 +240,3 @@ def test_how_far_the_step_moved_is_measured_against_the_policy_before_it(drawn_b
     assert min(of_each) <= metrics["kl_step"] <= max(of_each), "an estimate from some of the samples"
     if most == 1000:
         assert metrics["kl_step"] == pytest.approx(kl(zip(before, after, strict=True)), rel=1e-3)
-
-
-@pytest.mark.parametrize("algorithm", [Algorithm.CROSS_ENTROPY, Algorithm.DPO, Algorithm.KTO])
-def test_a_loss_that_learns_from_samples_of_others_does_not_measure_its_steps(algorithm: Algorithm) -> None:
-    trainer, _ = make_trainer(changed(SETTINGS, loss=loss_config(algorithm)))
-    drawn = [
-        replace(sample, group=number // 2, advantages=((-1.0) ** number,) * len(sample.advantages))
-        for number, sample in enumerate(samples(4))
-    ]
-    assert "kl_step" not in learn(trainer, make_policy(trainer), drawn).metrics

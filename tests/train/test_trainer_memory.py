@@ -7,14 +7,12 @@ import math
 from concurrent.futures import Future
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from configs import changed
 from mlx.utils import tree_flatten
-from trainers import LORA, SETTINGS, finish, learn, make_policy, make_trainer, samples
+from trainers import LORA, SETTINGS, learn, make_policy, make_trainer, samples
 
 from mlx_parallm.config import ModelConfig, ResolvedTraining
-from mlx_parallm.errors import StepFailedError
 from mlx_parallm.train.accumulation import Accumulation
 from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 from mlx_parallm.train.model import Recomputes
@@ -115,17 +113,6 @@ def test_gradients_and_activations_count_while_updates_wait() -> None:
     assert trainer.bytes_of_updates >= SET + working, "as last measured"
 
 
-def test_activations_grow_with_the_micro_step() -> None:
-    """Measured, not guessed."""
-
-    def working(micro_batch_tokens: int) -> int:
-        trainer = large(changed(LARGE, micro_batch_tokens=micro_batch_tokens), LORA)
-        learn(trainer, make_policy(trainer), samples(40))
-        return trainer.pacer.pass_bytes
-
-    assert working(1000) > 3 * working(1)
-
-
 def test_only_micro_steps_that_are_too_large_are_recomputed_and_gradients_are_the_same() -> None:
     def params(recomputes: Recomputes) -> list[mx.array]:
         trainer = large(changed(LARGE, micro_batch_tokens=30), LORA)
@@ -140,83 +127,3 @@ def test_only_micro_steps_that_are_too_large_are_recomputed_and_gradients_are_th
     assert all(longest <= tokens for tokens, longest in asked)
     for mine, always in zip(some, params(lambda *_: True), strict=True):
         assert mx.array_equal(mine, always)
-
-
-def test_an_update_that_failed_counts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = large()
-    policy = make_policy(trainer)
-    resting = trainer.bytes_held
-    future = trainer.begin(policy, UpdateBatch(tuple(samples())))
-    of_micro_steps = [trainer._forwards.gradients, lambda parts: 1 / 0]  # the first succeeds, the second fails
-    monkeypatch.setattr(trainer._forwards, "gradients", lambda parts: of_micro_steps.pop(0)(parts))
-    with pytest.raises(ZeroDivisionError):
-        finish(trainer)
-    trainer.reset()
-    assert isinstance(future.exception(timeout=0), StepFailedError)
-    assert trainer.bytes_held == resting
-
-
-def test_callbacks_of_an_update_see_the_count_without_it() -> None:
-    """A callback of its future may begin the next update."""
-    trainer, seen = large(), []
-    policy = make_policy(trainer)
-    resting = trainer.bytes_held
-
-    def again(_: Future[UpdateOutcome]) -> None:
-        seen.append(trainer.bytes_held)
-        if len(seen) == 1:
-            begin()
-
-    def begin() -> None:
-        trainer.begin(policy, UpdateBatch(tuple(samples()))).add_done_callback(again)
-
-    begin()
-    finish(trainer)
-    assert seen == [resting, resting]
-    assert trainer.bytes_held == resting
-
-
-def test_the_peak_of_the_process_is_kept_though_its_counter_starts_again() -> None:
-    trainer = large()
-    policy = make_policy(trainer)
-    burst = mx.array(np.zeros(16 * SET // 4, np.float32)) + 1.0
-    mx.eval(burst)
-    del burst
-    peak = trainer.peak_bytes
-    assert peak >= 16 * SET
-    learn(trainer, policy, samples())
-    assert trainer.peak_bytes == peak
-    assert mx.get_peak_memory() < peak
-
-
-def test_what_is_kept_to_go_back_to_is_shared_and_counts_while_it_is_held() -> None:
-    """No copy is made: the arrays of then are the policy's own, until its next update."""
-    trainer = large()
-    policy = make_policy(trainer, moved=0.01)
-    learn(trainer, policy, samples(3))
-    resting, before = trainer.bytes_held, active()
-    kept = policy.state
-    assert policy.state is kept
-    assert active() == pytest.approx(before, abs=0.01 * SET)
-    assert trainer.bytes_held == resting, "it is the policy as it is"
-    learn(trainer, policy, samples(3, 1))
-    assert trainer.bytes_held == resting + policy.nbytes
-    assert active() - before == pytest.approx(policy.nbytes, rel=0.1)
-    policy.restore(kept)
-    assert trainer.bytes_held == resting
-    del kept
-    assert active() == pytest.approx(before, abs=0.1 * SET)
-
-
-def test_updates_that_are_given_up_leave_the_policy_as_it_was() -> None:
-    trainer = large()
-    policy, futures = make_policy(trainer, moved=0.01), []
-    before = policy.params
-    for _ in range(2):
-        futures.append(trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1)))))
-    trainer.advance()
-    trainer.abandon(policy)
-    assert [type(each.exception(timeout=0)) for each in futures] == [StepFailedError] * 2
-    assert not trainer.waits()
-    assert policy.params is before
-    assert trainer.bytes_held == policy.nbytes

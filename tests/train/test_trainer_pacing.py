@@ -43,21 +43,6 @@ def test_an_update_is_the_same_to_the_bit_however_its_units_fall(checkpointed: b
             assert one.metrics[figure] == other.metrics[figure], figure
 
 
-def test_a_unit_of_one_stage_computes_a_layer_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward through each layer, the losses, back through the head and each layer; the reference, layer by layer; the
-    step, linear by linear, and its two numbers."""
-    settings = changed(limited(SETTINGS, kl_step=None), micro_batch_tokens=1000)
-    trainer, model = make_trainer(settings)
-    trainer.pace(ONE_STAGE)
-    policy, units = make_policy(trainer, moved=0.05), 0
-    trainer.begin(policy, UpdateBatch(tuple(samples())))
-    while trainer.waits():
-        trainer.advance()
-        units += 1
-    layers = len(model.layers)
-    assert units == (layers + 1 + 1 + layers) + (layers + 1) + (len(policy.params) + 1)
-
-
 def test_the_head_is_computed_in_blocks_of_positions_and_each_may_be_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the longest unit does not grow with the trained tokens of a micro-step; and nothing else changes."""
     monkeypatch.setattr("mlx_parallm.train.forwards.HEAD_BLOCK", 5)

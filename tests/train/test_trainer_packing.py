@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from configs import changed, loss_config
 from mlx.utils import tree_flatten
-from sample_parts import answer
 from trainers import (
     SETTINGS,
     SINGLE,
@@ -32,8 +31,6 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.data import Datum, SampledSpan, answered
 from mlx_parallm.train.packing import SampleBatch, split_samples
-
-UNEQUAL = (1, 2, 2, 3, 40, 41, 90, 200)
 
 
 def group(lengths: Sequence[int], prompt: tuple[int, ...] = (1, 2, 3, 4, 5), number: int = 0) -> list[Datum]:
@@ -66,11 +63,6 @@ def test_portions_hold_every_sample_once_and_keep_to_the_limit() -> None:
     assert [part.samples for part in split_samples(drawn[::-1], 40)] == [part.samples for part in parts]
 
 
-def test_a_portion_is_never_less_than_a_sample() -> None:
-    drawn = samples(20, groups=3)
-    assert [len(part.samples) for part in split_samples(drawn, 1)] == [1] * 20
-
-
 def test_a_prompt_is_not_parted_where_it_fits_and_small_ones_share() -> None:
     """10 + 6 tokens each: two fit in 35, and a third begins the next portion."""
     prompts = [tuple(range(10 * at, 10 * at + 10)) for at in range(3)]
@@ -79,15 +71,6 @@ def test_a_prompt_is_not_parted_where_it_fits_and_small_ones_share() -> None:
     assert [{sample.group for sample in part.samples} for part in parts] == [{0, 1}, {2}]
     halves = list(split_samples(drawn, 15))
     assert [len(part.samples) for part in halves] == [2, 1] * 3
-
-
-def test_samples_of_like_length_stand_together() -> None:
-    """Each prompt once and next to no padding, though lengths differ two hundredfold."""
-    drawn = group(UNEQUAL)
-    batch = packed(drawn)
-    exact = 5 + sum(len(answer(sample)) - 1 for sample in drawn)
-    assert exact <= batch.tokens.size <= exact + 5
-    assert [(bucket.rows, bucket.width) for bucket in batch.branch.buckets] == [(4, 2), (2, 40), (1, 89), (1, 199)]
 
 
 @pytest.mark.parametrize("most", [200, 10_000])
@@ -101,11 +84,6 @@ def test_an_eighth_of_the_tokens_at_most_is_padding(most: int) -> None:
     assert used - padding == sum(length - 1 for length in lengths) + 5 * len(parts)
     assert padding <= 0.125 * used
     assert len(buckets) <= 16 + len(parts)
-
-
-def test_like_lengths_are_one_bucket() -> None:
-    branch = packed(group((11, 12, 12, 13))).branch
-    assert [(bucket.rows, bucket.width) for bucket in branch.buckets] == [(4, 12)]
 
 
 @pytest.fixture(params=["by parts", "together"])
@@ -205,15 +183,6 @@ def episodes(seed: int = 0) -> list[Datum]:
             )
         )
     return made
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_turns_have_the_logprobs_of_a_plain_forward_over_the_joined_tokens(family: str, checkpointed: bool) -> None:
-    trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
-    policy = make_policy(trainer, moved=0.05)
-    batch = assert_plain_logprobs(trainer, model, policy, episodes())
-    assert [branch.length for branch in batch.branch.branches] == [13]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

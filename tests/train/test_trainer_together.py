@@ -20,6 +20,7 @@ from trainers import (
     gradients,
     learn,
     leaves,
+    lora_of,
     make_policy,
     make_trainer,
     samples,
@@ -31,7 +32,6 @@ from trainers import (
 from mlx_parallm.config import Algorithm
 from mlx_parallm.errors import StepFailedError, TrainingFailedError
 from mlx_parallm.train import jobs as training_jobs
-from mlx_parallm.train.accumulation import Accumulation
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
@@ -81,6 +81,7 @@ def trio(trainer: GRPOTrainer, model: nn.Module) -> list[tuple[str, Policy, list
     [
         ("llama", Algorithm.DAPO, 0.1),
         ("qwen3_moe", Algorithm.GRPO, 0.1),
+        ("mamba2", Algorithm.GRPO, 0.1),
         ("gemma3_text", Algorithm.CROSS_ENTROPY, 0.0),  # ratios and k3 take up the rounding of its large logits
     ],
 )
@@ -91,7 +92,7 @@ def test_gradients_and_figures_are_those_of_one_after_the_other(
     settings = unclipped(
         ROOM, gradient_checkpointing=checkpointed, loss=loss_config(algorithm=algorithm, kl_coef=kl_coef)
     )
-    trainer, model = make_trainer(settings, family)
+    trainer, model = make_trainer(settings, family, lora_of(family))
     jobs = trio(trainer, model)
     want = [gradients(trainer, policy, drawn) for _, policy, drawn in jobs]
     figures = [learn(trainer, Recorder(policy), drawn).metrics for _, policy, drawn in jobs]
@@ -147,61 +148,6 @@ def test_they_share_passes_over_the_trunk(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(seen) == sum(alone)
 
 
-def test_a_micro_step_of_several_keeps_to_the_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And however they are combined, each is split as it would be alone."""
-    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=80), measure_kl=False)
-    seen, sizes = passes(trainer, monkeypatch), []
-    micro_step = trainer._jobs.micro_step
-    monkeypatch.setattr(
-        trainer._jobs,
-        "micro_step",
-        lambda parts: (sizes.append(sum(part.size for part in parts.values())), micro_step(parts))[1],
-    )
-    jobs = trio(trainer, model)
-    for _, policy, drawn in jobs:
-        learn(trainer, policy, drawn)
-    alone, alone_sizes = seen.copy(), sizes.copy()
-    seen.clear()
-    sizes.clear()
-    outcomes = Outcomes()
-    for name, policy, drawn in jobs:
-        outcomes.begin(trainer, policy, drawn, name)
-    finish(trainer)
-    assert max(sizes) <= 80
-    assert len(seen) < len(alone)
-    assert (sum(seen), sum(sizes)) == (sum(alone), sum(alone_sizes))
-
-
-def test_they_go_on_side_by_side_though_none_fits_beside_another() -> None:
-    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=1))
-    outcomes = Outcomes()
-    for name, policy, drawn in trio(trainer, model):
-        outcomes.begin(trainer, policy, drawn, name)
-    finish(trainer)
-    assert [name for name, _ in outcomes.ended] == ["0", "1", "2"]
-    assert all(isinstance(outcome, UpdateOutcome) for _, outcome in outcomes.ended)
-
-
-def test_device_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what each had of a micro-step: together it is the time that passed."""
-    trainer, model = make_trainer(ROOM)
-    now, outcomes = [0.0], Outcomes()
-    monkeypatch.setattr("mlx_parallm.train.pacing.time.monotonic", lambda: now[0])
-    inner = trainer._forwards.gradients
-
-    def slow(inputs):
-        now[0] += 1.0
-        return inner(inputs)
-
-    monkeypatch.setattr(trainer._forwards, "gradients", slow)
-    for name, policy, drawn in trio(trainer, model)[:2]:
-        outcomes.begin(trainer, policy, drawn, name)
-    finish(trainer)
-    shares = [outcome.metrics["device_seconds"] for _, outcome in outcomes.ended]
-    assert sum(shares) == pytest.approx(1.0)
-    assert shares[0] == pytest.approx(0.5), "the same samples"
-
-
 # ---- faults --------------------------------------------------------------------------------------
 
 
@@ -223,25 +169,6 @@ def test_a_failed_micro_step_costs_the_updates_that_were_in_it_and_no_other(monk
     assert isinstance(outcomes.of("second"), UpdateOutcome)
     assert isinstance(outcomes.of("large"), UpdateOutcome)
     assert tuple(policy.state.step for _, policy, _ in jobs) == (1, 0, 1)
-
-
-def test_an_update_half_made_goes_on_after_anothers_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its gradients so far are kept."""
-    settings = changed(unclipped(), micro_batch_tokens=26)
-    trainer, model = make_trainer(settings)
-    (_, one, drawn), (_, two, _), _ = trio(trainer, model)
-    want = gradients(trainer, one, drawn)
-    outcomes, recorder = Outcomes(), Recorder(one)
-    outcomes.begin(trainer, recorder, drawn, "half")
-    outcomes.begin(trainer, two, drawn[:1], "first")
-    failing(trainer, monkeypatch, two, "stepped")
-    fall(trainer)
-    assert [name for name, _ in outcomes.ended] == ["first"]
-    half = trainer._queue[0].accumulation
-    assert half.pending
-    assert half.gradients is not None
-    finish(trainer)
-    assert_close(recorder.seen, want, 1e-6)
 
 
 @pytest.mark.parametrize("place", ["base", "step", "measurement", "outcome"])
@@ -267,17 +194,6 @@ def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, 
     after = snapshot(policy).optimizer
     assert all(np.array_equal(leaf, state.optimizer[name]) for name, leaf in after.items())
     assert isinstance(learn(trainer, policy, samples()), UpdateOutcome)
-
-
-def test_samples_that_cannot_be_packed_cost_their_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a micro-step is made of them: the trainer does not try again for ever."""
-    trainer, _ = make_trainer(ROOM)
-    policy, outcomes = make_policy(trainer), Outcomes()
-    outcomes.begin(trainer, policy, samples(), "bad")
-    failing(trainer, monkeypatch, Accumulation, "take")
-    fall(trainer)
-    assert isinstance(outcomes.of("bad"), StepFailedError)
-    assert not trainer.waits()
 
 
 # ---- what belongs to no policy ---------------------------------------------------------------------

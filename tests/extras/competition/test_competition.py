@@ -28,11 +28,8 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConflictError
-from mlx_parallm.extras.atropos.groups import GivenGroup, given_trajectories
-from mlx_parallm.extras.competition.compared import ComparedAdapter
 from mlx_parallm.extras.competition.comparison import ComparisonSpec
 from mlx_parallm.extras.competition.service import CompetitionService
-from mlx_parallm.rl.runs.records import Score
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import TrainingEvent
 
@@ -115,6 +112,16 @@ class Rig:
         await asyncio.gather(*(client() for _ in range(3)))
         assert self.failed == []
         return self.competition.cards()[0].verdict
+
+    async def until_it_competes(self) -> None:
+        """Requests and their rewards, until an update's version is compared with the one before."""
+        numbers, alternating = iter(range(50_000, 60_000)), iter([1.0, -1.0] * 100)
+        while not self.competes:
+            await self.request(next(numbers), {})
+            newest = self.service.trajectories.buffer.newest(1)[0][0].trajectory_id
+            if not self.competes:
+                await self.service.trajectories.feedback(newest, next(alternating))
+            await asyncio.sleep(0)
 
     async def published(self) -> AdapterRef:
         report = await self.service.update(given=GIVEN)
@@ -241,14 +248,7 @@ async def test_every_new_version_has_to_win(tmp_path: Path) -> None:
     """Automatic: an update's version competes with the one before, and training goes back if it does not win."""
     async with rig(tmp_path, rl_training__competition__automatic=True) as made:
         first = await made.published()
-        numbers = iter(range(50_000, 60_000))
-        alternating = iter([1.0, -1.0] * 100)
-        while not made.competes:
-            await made.request(next(numbers), {})
-            newest = made.service.trajectories.buffer.newest(1)[0][0].trajectory_id
-            if not made.competes:
-                await made.service.trajectories.feedback(newest, next(alternating))
-            await asyncio.sleep(0)
+        await made.until_it_competes()
         (card,) = made.competition.cards()
         assert (card.live, card.automatic) == (first, True)
         assert made.live == card.candidate
@@ -262,13 +262,7 @@ async def test_after_a_restart_a_new_version_still_has_to_win(tmp_path: Path) ->
     automatic = {"rl_training__competition__automatic": True}
     async with rig(tmp_path, **automatic) as made:
         incumbent = await made.published()
-        numbers, alternating = iter(range(50_000, 60_000)), iter([1.0, -1.0] * 100)
-        while not made.competes:
-            await made.request(next(numbers), {})
-            newest = made.service.trajectories.buffer.newest(1)[0][0].trajectory_id
-            if not made.competes:
-                await made.service.trajectories.feedback(newest, next(alternating))
-            await asyncio.sleep(0)
+        await made.until_it_competes()
         candidate = made.live
     async with rig(tmp_path, **automatic) as made:
         (card,) = made.competition.cards()
@@ -281,39 +275,3 @@ async def test_after_a_restart_a_new_version_still_has_to_win(tmp_path: Path) ->
     async with rig(tmp_path, **automatic) as made:
         assert not made.competes, "it has won already"
         assert made.live == candidate
-
-
-@pytest.mark.parametrize("when", ["before an update", "while it is saved for a comparison"])
-async def test_training_goes_on_if_its_adapter_is_unloaded_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
-    keep = ComparedAdapter.keep
-    async with rig(tmp_path, rl_training__competition__automatic=True) as made:
-
-        async def keep_and_unload(trained: ComparedAdapter, ref: AdapterRef) -> None:
-            monkeypatch.setattr(ComparedAdapter, "keep", keep)
-            await keep(trained, ref)
-            await made.served.adapters.unload("tone")
-
-        await made.service.start_adapter("tone")
-        await made.service.update("tone", given=GIVEN)
-        if when == "before an update":
-            await made.served.adapters.unload("tone")
-        else:
-            monkeypatch.setattr(ComparedAdapter, "keep", keep_and_unload)
-        answers = [GivenTrajectory((5, 6), (7 + at,), float(at)) for at in range(4)]
-        given = given_trajectories(GivenGroup("g", "test", tuple(answers)))
-        scores = [Score(one.trajectory_id, float(at)) for at, one in enumerate(given)]
-        await made.service.trajectories.keep("tone", "test", given, scores)
-        async with asyncio.timeout(20):
-            while made.service.status("tone").updates_total < 2:
-                await asyncio.sleep(0.01)
-        await made.service.loop("tone").settled()
-        status = made.service.status("tone")
-        assert (status.state, status.step, status.current) == ("idle", 2, made.served.adapters.live("tone"))
-        skipped = [str(event.data["reason"]) for event in made.events if event.kind == "skipped"]
-        if when == "before an update":
-            assert skipped == []
-        else:
-            assert status.skips == {"failed": 1}
-            assert "No model or adapter is called 'tone@2'" in skipped[0]

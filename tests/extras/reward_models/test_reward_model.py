@@ -11,14 +11,13 @@ import httpx
 import mlx.core as mx
 import numpy as np
 import pytest
-from app.test_server import LORA, MARKED, RL, free_port, serving
+from app.test_server import LORA, MARKED, RL, serving
 from lora import layout_of, merged, random_adapter
 from tiny import EOS_ID, save_tiny, tiny_model
 
 from mlx_parallm import RLIntegratedServer
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.cli.main import main
-from mlx_parallm.errors import ConfigError
 
 WORDS = ("lamp", "tree", "boat", "rock", "door", "song", "rain", "milk")
 
@@ -107,19 +106,6 @@ async def test_a_server_scores_answers_with_a_reward_model(tmp_path: Path) -> No
         assert card["reward"] == pytest.approx(want, abs=1e-3)
     assert len({card["reward"] for card in cards}) == 4
     await ended(server)
-
-
-@pytest.mark.timeout(120)
-async def test_a_folder_that_is_not_there_ends_the_start(tmp_path: Path) -> None:
-    save_tiny("llama", tmp_path / "model")
-    server = RLIntegratedServer(
-        *(tmp_path / "model", LORA, RL),
-        server__kv_cache_memory="16MB",
-        checkpointing__checkpoint_dir=tmp_path / "checkpoints",
-        adapters__adapter_dir=tmp_path / "adapters",
-    )
-    with pytest.raises(ConfigError, match=r"adapters is no folder; make it, or correct --adapter-dir"):
-        await server.run_inference(port=free_port())
 
 
 @pytest.mark.timeout(120)
