@@ -22,9 +22,9 @@ def card(name: str, version: int, **fields: object) -> dict[str, object]:
     return {"id": f"{name}@{version}", "name": name, "version": version, "live": True, **shape, **fields}
 
 
-def adapters(*cards: dict[str, object], **fields: object) -> bytes:
+def adapters(*cards: dict[str, object], **fields: object) -> dict[str, object]:
     slots = {"total": 8, "used": len(cards), "pinned": 1}
-    return json.dumps({**NO_ADAPTERS, "data": cards, "slots": slots, **fields}).encode()
+    return {**NO_ADAPTERS, "data": cards, "slots": slots, **fields}
 
 
 @pytest.fixture(autouse=True)
@@ -37,44 +37,7 @@ def answers(server, monkeypatch):
     return server.answers
 
 
-# ---- ps ----------------------------------------------------------------------------------------
-
-
-def test_ps_shows_a_running_server(server, capsys):
-    assert main(["ps", "--url", f"{server.url}/v1/"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        server.url,
-        "  models    m",
-        "  adapters  none (0 of 8 slots used)",
-        "  running   3",
-        "  waiting   1",
-        "  KV cache  1.0 MiB of 1.0 GiB, cached prefixes 3.0 MiB",
-    ]
-
-
-def test_ps_shows_what_the_machine_lacks(server, answers, capsys):
-    lacks = {"shortage": "too much is taken", "training_waits_for": "the machine is too hot"}
-    answers["/debug/state"] = json.dumps({"engine": STATE["engine"] | {"machine": lacks}}).encode()
-    assert main(["ps", "--url", server.url]) == 0
-    assert capsys.readouterr().out.splitlines()[-2:] == [
-        "  short of  too much is taken",
-        "  training  the machine is too hot",
-    ]
-
-
-def test_ps_shows_adapters_that_are_live_or_at_work(server, answers, capsys):
-    cards = (card("math", 1, live=False, leases=2), card("math", 2), card("tone", 1, live=False))
-    answers["/v1/adapters"] = adapters(*cards)
-    assert main(["ps", "--url", server.url]) == 0
-    line = "  adapters  math@1 (2 under way), math@2 (3 of 8 slots used)"
-    assert line in capsys.readouterr().out.splitlines()
-
-
-def test_ps_names_each_base_model_once(server, answers, capsys):
-    others = [{"id": "two", "root": "two", "parent": None}, {"id": "tone", "root": "tone", "parent": "m"}]
-    answers["/v1/models"] = json.dumps({"data": [*MODELS["data"], *others]}).encode()
-    assert main(["ps", "--url", server.url]) == 0
-    assert "  models    m, two" in capsys.readouterr().out.splitlines()
+# ---- what is shown -----------------------------------------------------------------------------
 
 
 CLUSTER = {
@@ -101,44 +64,133 @@ CLUSTER = {
 }
 
 
-def test_ps_cluster_shows_nodes_and_versions(server, answers, capsys):
-    answers["/v1/cluster"] = json.dumps(CLUSTER).encode()
-    assert main(["ps", "--cluster", "--url", server.url]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"{server.url}  head, connected",
-        "node       role     address               ready  tokens to do  requests  versions  of them live",
-        "head       head     http://10.0.0.1:8000  yes    7             2         2 of 2    1 of 1",
-        "replica-1  replica  http://10.0.0.2:8000  no     40            5         1 of 2    0 of 1",
-        "trainer-1  trainer  -                     no     0             0         0 of 2    0 of 1",
-        "",
-        "live      math@2",
-        "other     math@1",
-        "to learn  12 requests for math",
-        "faults    1 nodes lost, 3 requests retried, 2 streams broken",
-    ]
+STATUS = {
+    "training_enabled": True,
+    "lora_adapter": "default",
+    "state": "running",
+    "pause_reason": None,
+    "live_lora": "default@3",
+    "best_lora": "default@2",
+    "updates_total": 3,
+    "step": 13,
+    "last_update": "2026-01-02T03:04:05Z",
+    "reward_mean": 0.5,
+    "reward_running_mean": None,
+    "trajectories_collected": 96,
+    "trajectories_waiting": 4,
+    "groups_ready": 2,
+    "drops": {"stale": 8},
+    "skips": {},
+    "divergences": [{"signal": "kl"}],
+    "advice": "",
+}
+
+FAULTY = {**CLUSTER, "connected": False, "nodes": [], "versions": [], "waiting": {}}
+LACKS = {"shortage": "too much is taken", "training_waits_for": "the machine is too hot"}
+TWO_BASES = [{"id": "two", "root": "two", "parent": None}, {"id": "tone", "root": "tone", "parent": "m"}]
+AT_WORK = (card("math", 1, live=False, leases=2), card("math", 2), card("tone", 1, live=False))
+OLD = card("math", 1, live=False, residence="file", root="/a/math", rank=16, requests=12)
+PRINTED = {
+    "a running server": (
+        *(["ps"], {}),
+        [
+            "URL",
+            "  models    m",
+            "  adapters  none (0 of 8 slots used)",
+            "  running   3",
+            "  waiting   1",
+            "  KV cache  1.0 MiB of 1.0 GiB, cached prefixes 3.0 MiB",
+        ],
+    ),
+    "what the machine lacks": (
+        *(["ps"], {"/debug/state": {"engine": STATE["engine"] | {"machine": LACKS}}}),
+        ["  short of  too much is taken", "  training  the machine is too hot"],
+    ),
+    "adapters that are live or at work": (
+        *(["ps"], {"/v1/adapters": adapters(*AT_WORK)}),
+        ["  adapters  math@1 (2 under way), math@2 (3 of 8 slots used)"],
+    ),
+    "base models": (["ps"], {"/v1/models": {"data": [*MODELS["data"], *TWO_BASES]}}, ["  models    m, two"]),
+    "a cluster": (
+        *(["ps", "--cluster"], {"/v1/cluster": CLUSTER}),
+        [
+            "URL  head, connected",
+            "node       role     address               ready  tokens to do  requests  versions  of them live",
+            "head       head     http://10.0.0.1:8000  yes    7             2         2 of 2    1 of 1",
+            "replica-1  replica  http://10.0.0.2:8000  no     40            5         1 of 2    0 of 1",
+            "trainer-1  trainer  -                     no     0             0         0 of 2    0 of 1",
+            "",
+            "live      math@2",
+            "other     math@1",
+            "to learn  12 requests for math",
+            "faults    1 nodes lost, 3 requests retried, 2 streams broken",
+        ],
+    ),
+    "what is wrong in a cluster": (
+        *(["ps", "--cluster"], {"/v1/cluster": {**FAULTY, "unusable": {"math@2": "its rank is too high"}}}),
+        [
+            "URL  head, NOT CONNECTED to NATS: what follows may be old",
+            "no nodes",
+            "",
+            "live      none",
+            "other     none",
+            "unusable  math@2: its rank is too high",
+            "faults    1 nodes lost, 3 requests retried, 2 streams broken",
+        ],
+    ),
+    "a node that does not count": (
+        *(["ps", "--cluster"], {"/v1/cluster": {**CLUSTER, "node": "replica-1"}}),
+        ["note      only the head counts requests, retries and broken streams"],
+    ),
+    "adapters": (
+        *(["adapters", "list"],),
+        {"/v1/adapters": adapters(OLD, card("math", 2), route={"math@2": 2 / 3, "base": 1 / 3})},
+        [
+            "id      live  residence  rank  bytes    requests  root",
+            "math@1  no    file       16    1.0 MiB  12        /a/math",
+            "math@2  yes   slot       8     1.0 MiB  0         -",
+            "",
+            "route  math@2 66.7 %, base 33.3 %",
+            "slots  2 of 8 used, 1 pinned, bank 2.0 MiB",
+        ],
+    ),
+    "no adapters": (
+        *(["adapters", "list"], {}),
+        ["no adapters", "", "route  base 100 %", "slots  0 of 8 used, 0 pinned, bank 2.0 MiB"],
+    ),
+    "training": (
+        *(["training", "status"],),
+        {"/v1/training/status": STATUS | {"state": "paused", "pause_reason": "it is too hot"}},
+        [
+            "training    default, paused: it is too hot",
+            "live        default@3",
+            "best        default@2",
+            "updates     3 since the start, 13 steps in all",
+            "last        2026-01-02T03:04:05Z",
+            "reward      0.500, running mean -",
+            "collected   96 answers; 4 wait for a reward, 2 groups for an update",
+            "dropped     stale 8",
+            "skipped     none",
+            "divergences kl",
+        ],
+    ),
+    "advice": (
+        *(["training", "status"], {"/v1/training/status": STATUS | {"advice": "Reward more."}}),
+        ["advice      Reward more."],
+    ),
+    "no training": (
+        *(["training", "status"], {"/v1/training/status": STATUS | {"training_enabled": False}}),
+        ["URL does not train; start it with --enable-rl-training"],
+    ),
+}
+"""A command, what the server answers it, and the lines that it prints one after another. URL is that of the server."""
 
 
-def test_ps_cluster_says_what_is_wrong(server, answers, capsys):
-    unusable = {"math@2": "its rank is too high"}
-    faulty = {**CLUSTER, "connected": False, "nodes": [], "versions": [], "unusable": unusable, "waiting": {}}
-    answers["/v1/cluster"] = json.dumps(faulty).encode()
-    assert main(["ps", "--cluster", "--url", server.url]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"{server.url}  head, NOT CONNECTED to NATS: what follows may be old",
-        "no nodes",
-        "",
-        "live      none",
-        "other     none",
-        "unusable  math@2: its rank is too high",
-        "faults    1 nodes lost, 3 requests retried, 2 streams broken",
-    ]
-
-
-def test_ps_cluster_of_another_node_says_who_counts(server, answers, capsys):
-    answers["/v1/cluster"] = json.dumps({**CLUSTER, "node": "replica-1"}).encode()
-    assert main(["ps", "--cluster", "--url", server.url]) == 0
-    note = "note      only the head counts requests, retries and broken streams"
-    assert capsys.readouterr().out.splitlines()[-1] == note
+@pytest.mark.parametrize(("command", "said", "lines"), PRINTED.values(), ids=PRINTED)
+def test_a_command_shows(server, answers, capsys, command, said, lines):
+    answers.update({path: json.dumps(answer).encode() for path, answer in said.items()})
+    assert main([*command, "--url", f"{server.url}/v1/"]) == 0
+    assert "\n".join(lines) in capsys.readouterr().out.replace(server.url, "URL")
 
 
 def test_ps_cluster_of_a_server_that_is_no_node_gives_the_servers_words(server, answers, capsys):
@@ -149,27 +201,6 @@ def test_ps_cluster_of_a_server_that_is_no_node_gives_the_servers_words(server, 
 
 
 # ---- adapters ----------------------------------------------------------------------------------
-
-
-def test_list_is_a_table_then_route_and_slots(server, answers, capsys):
-    old = card("math", 1, live=False, residence="file", root="/a/math", rank=16, requests=12)
-    route = {"math@2": 2 / 3, "base": 1 / 3}
-    answers["/v1/adapters"] = adapters(old, card("math", 2), route=route)
-    assert main(["adapters", "list", "--url", server.url]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "id      live  residence  rank  bytes    requests  root",
-        "math@1  no    file       16    1.0 MiB  12        /a/math",
-        "math@2  yes   slot       8     1.0 MiB  0         -",
-        "",
-        "route  math@2 66.7 %, base 33.3 %",
-        "slots  2 of 8 used, 1 pinned, bank 2.0 MiB",
-    ]
-
-
-def test_list_of_a_server_without_adapters(server, capsys):
-    assert main(["adapters", "list", "--url", server.url, "--api-key", "k"]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    assert printed == ["no adapters", "", "route  base 100 %", "slots  0 of 8 used, 0 pinned, bank 2.0 MiB"]
 
 
 LOADED = b'{"status": "success", "lora_name": "math", "version": 2, "lora_adapter": "math@2", "warning": ""}'
@@ -327,57 +358,7 @@ def test_errors_name_flags_and_commands_in_place_of_json_and_routes(server, answ
 
 # ---- training ------------------------------------------------------------------------------------
 
-STATUS = {
-    "training_enabled": True,
-    "lora_adapter": "default",
-    "state": "running",
-    "pause_reason": None,
-    "live_lora": "default@3",
-    "best_lora": "default@2",
-    "updates_total": 3,
-    "step": 13,
-    "last_update": "2026-01-02T03:04:05Z",
-    "reward_mean": 0.5,
-    "reward_running_mean": None,
-    "trajectories_collected": 96,
-    "trajectories_waiting": 4,
-    "groups_ready": 2,
-    "drops": {"stale": 8},
-    "skips": {},
-    "divergences": [{"signal": "kl"}],
-    "advice": "",
-}
 UPDATED = {"status": "published", "reason": "", "lora_adapter": "default@4", "step": 14, "checkpoint": "checkpoint-14"}
-
-
-def test_training_status_in_a_few_lines(server, answers, capsys):
-    paused = {"state": "paused", "pause_reason": "it is too hot"}
-    answers["/v1/training/status"] = json.dumps(STATUS | paused).encode()
-    assert main(["training", "status", "--url", server.url]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "training    default, paused: it is too hot",
-        "live        default@3",
-        "best        default@2",
-        "updates     3 since the start, 13 steps in all",
-        "last        2026-01-02T03:04:05Z",
-        "reward      0.500, running mean -",
-        "collected   96 answers; 4 wait for a reward, 2 groups for an update",
-        "dropped     stale 8",
-        "skipped     none",
-        "divergences kl",
-    ]
-
-
-def test_training_status_has_advice_if_there_is_any(server, answers, capsys):
-    answers["/v1/training/status"] = json.dumps(STATUS | {"advice": "Reward more."}).encode()
-    assert main(["training", "status", "--url", server.url]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "advice      Reward more."
-
-
-def test_training_status_of_a_server_that_does_not_train(server, answers, capsys):
-    answers["/v1/training/status"] = json.dumps(STATUS | {"training_enabled": False}).encode()
-    assert main(["training", "status", "--url", server.url]) == 0
-    assert capsys.readouterr().out == f"{server.url} does not train; start it with --enable-rl-training\n"
 
 
 @pytest.mark.parametrize(

@@ -161,10 +161,3 @@ def test_bench_counts_failures_and_servers_that_count_no_tokens(server, answers,
     assert lines[2].split()[:3] == ["1", "2", "1"]
     assert lines[-2:] == ["the server counts no tokens: each chunk is counted as one", "failed: broken"]
     assert "ignore_eos" not in bodies(server)[0]
-
-
-def test_bench_ends_at_a_first_request_that_fails(server, answers, capsys):
-    answers[CHAT] = (404, b'{"error": {"message": "no such model"}}')
-    assert main(["bench", "--url", server.url]) == 1
-    assert len(server.posted) == 1
-    assert "failed: no such model" in capsys.readouterr().out

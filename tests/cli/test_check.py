@@ -38,11 +38,6 @@ def test_only_layers_of_each_kind_are_read(tmp_path: Path, capsys: pytest.Captur
     assert data["layers"].endswith(f" of {len(build('qwen3_5').layers)}")
 
 
-def test_an_unknown_model_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "/no/such/model"]) == 1
-    assert "no model directory" in capsys.readouterr().err
-
-
 def test_a_model_that_mlx_lm_cannot_load_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_directory(build("olmo2"), CONFIGURATIONS["olmo2"] | {"model_type": "no_such_architecture"}, tmp_path)
     assert main(["check", str(tmp_path)]) == 1

@@ -8,8 +8,6 @@ import mlx_parallm
 from mlx_parallm.cli.doctor import is_slow, report
 from mlx_parallm.model.device import machine_memory, memory_limits
 
-MIB = 2**20
-
 
 def test_matmul_is_fast_here_and_the_report_says_so():
     texts = (report().text for _ in range(5))  # a busy machine may be slow for a moment

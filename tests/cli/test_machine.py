@@ -102,13 +102,3 @@ def test_bash_completes_commands_and_flags(capsys, tmp_path):
     """
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=20, check=False)
     assert done.stdout.split() == ["pause"], done.stderr
-
-
-def test_completion_of_another_program_is_refused(capsys):
-    assert main(["completion", "bash", "--program", "ls"]) == 2
-    assert "must be one of mlx_parallm, mlx_parallm_serve, mlx_parallm_train" in capsys.readouterr().err
-
-
-def test_versions_as_json(capsys):
-    assert main(["version", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out).keys() == {"mlx_parallm", "mlx", "mlx-lm", "python", "platform"}

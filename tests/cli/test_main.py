@@ -10,7 +10,6 @@ from typing import get_args
 
 import pytest
 
-import mlx_parallm
 from mlx_parallm.cli.flags import FLAGS, settings
 from mlx_parallm.cli.main import main, serve, serve_parser, train
 from mlx_parallm.config import KEYS, SECTIONS, SERVE, TRAIN, Mode, resolve
@@ -90,13 +89,6 @@ def test_flags_of_a_cluster_that_do_not_fit_are_named(app, capsys, argv, message
     assert serve(argv) == 2
     assert message in capsys.readouterr().err
     assert not app.started
-
-
-def test_a_trainer_of_a_cluster_needs_no_environment_but_its_token(capsys):
-    assert train(["--mode", "rl", "--connect-to", "node1:8000"]) == 2
-    assert "set MLX_PARALLM_CLUSTER_TOKEN" in capsys.readouterr().err
-    assert train(["--connect-to", "node1:8000", "--environment", "words"]) == 2
-    assert "--steps: say how many updates to make" in capsys.readouterr().err
 
 
 def test_the_token_of_a_cluster_has_a_short_variable_and_is_not_shown(app, monkeypatch, capsys):
@@ -191,13 +183,6 @@ def leaves(tree, prefix=""):
         yield from leaves(node, f"{prefix}{name}.") if isinstance(node, dict) else [prefix + name]
 
 
-def test_null_is_a_value_of_a_flag_where_it_is_not_the_default():
-    argv = ["--server.queue_timeout", "null", "--rl_training.loss.dual_clip=null", "--draft-model", "null"]
-    config = resolve(settings(SERVE_FLAGS.parse_args([*argv, "--speculation", "draft"]))).config
-    assert config.server.queue_timeout is config.rl_training.loss.dual_clip is None
-    assert config.model.draft_model == "null"
-
-
 @pytest.mark.parametrize("argv", [["--enable-rl-training"], ["--mode", "rl"], ["--mode", "inference_and_training"]])
 def test_training_beside_requests_is_turned_on_by_either_flag(app, argv):
     argv = [*argv, "--lora-rank", "8", "--learning-rate", "1e-4", "--trajectory-log", "log.jsonl"]
@@ -206,13 +191,6 @@ def test_training_beside_requests_is_turned_on_by_either_flag(app, argv):
     assert (config.server.mode, config.rl_training.enabled) == (Mode.INFERENCE_AND_TRAINING, True)
     assert (config.model.lora_rank, config.rl_training.optimizer.learning_rate) == (8, 1e-4)
     assert config.rl_training.trajectory_log == Path("log.jsonl")
-
-
-def test_a_flag_by_its_key_is_the_source_that_it_names(app, capsys):
-    assert serve(["--print-config", "--server.port", "9000", "--rl_training.max_completion_tokens", "9"]) == 0
-    printed = capsys.readouterr().out
-    assert "port: 9000  # from --server.port" in printed
-    assert "max_completion_tokens: 9  # from --rl_training.max_completion_tokens" in printed
 
 
 def test_print_config_shows_sources_and_no_secret(app, capsys):
@@ -265,11 +243,6 @@ def test_wrong_configuration_exits_2_and_says_what_to_change(app, capsys, argv, 
     assert output.err.count("\n") == 1
     assert "s3cret" not in output.err + output.out
     assert app.started == []
-
-
-def test_each_problem_is_an_error_line(app, capsys):
-    assert serve(["--port", "-1", "--max-queued", "0"]) == 2
-    assert [line[:13] for line in capsys.readouterr().err.splitlines()] == ["error: server"] * 2
 
 
 def test_failures_exit_1_and_interrupts_130_quietly(app, capsys):
@@ -344,16 +317,6 @@ def test_a_run_refuses_what_only_a_server_obeys(capsys, path):
             assert capsys.readouterr().err.startswith(refused)
 
 
-def test_no_command_prints_help(capsys):
-    assert main([]) == 2
-    assert "doctor" in capsys.readouterr().out
-
-
-def test_version(capsys):
-    assert main(["version"]) == 0
-    assert f"mlx_parallm {mlx_parallm.__version__}" in capsys.readouterr().out
-
-
 def test_list_shows_bundled_and_downloaded_models(capsys, monkeypatch):
     def repository(name, kind, size):
         return SimpleNamespace(repo_id=name, repo_type=kind, size_on_disk=size, repo_path=f"/hub/{name}")
@@ -401,8 +364,3 @@ def test_mistyped_adapter_command_exits_2(merged, capsys, argv, message):
     assert main(["adapters", *argv]) == 2
     assert capsys.readouterr().err.startswith(message)
     assert merged == []
-
-
-def test_adapters_alone_prints_its_commands(capsys):
-    assert main(["adapters"]) == 2
-    assert {"list", "load", "unload", "merge", "average"} <= set(capsys.readouterr().out.split())

@@ -3,9 +3,7 @@
 import json
 import os
 import plistlib
-import shutil
 import stat
-import subprocess
 import sys
 from pathlib import Path
 
@@ -117,27 +115,12 @@ def test_status_and_uninstall(mac, capsys):
     assert not (mac / f"Library/LaunchAgents/{LABEL}.plist").exists()
 
 
-def test_status_of_a_service_that_launchd_does_not_know(mac, capsys):
-    (mac / "print").write_text("Could not find service\n")
-    (mac / "print.status").write_text("113")
-    assert main(["service", "status"]) == 1
-    assert "loaded     False" in capsys.readouterr().out
-
-
 def test_a_secret_is_not_written_to_the_file(mac, capsys, monkeypatch):
     monkeypatch.setenv("MLX_PARALLM_API_KEY", "hidden")
     assert main(["service", "install", "--dry-run"]) == 2
     said = capsys.readouterr()
     assert "mlx_parallm keys add" in said.err
     assert "hidden" not in said.err + said.out
-
-
-def test_a_configuration_that_would_not_start(mac, tmp_path, capsys):
-    config = tmp_path / "wrong.yaml"
-    config.write_text("server:\n  prot: 1\n")
-    assert main(["service", "install", "--config", str(config)]) == 2
-    assert "server.port" in capsys.readouterr().err
-    assert not (mac / "asked").exists()
 
 
 def test_a_temporary_environment_is_refused(mac, monkeypatch, capsys):
@@ -173,13 +156,3 @@ def test_the_unit_quotes_what_systemd_would_expand():
     unit = service.unit()
     assert 'serve --config "/a b/100%% $$HOME.yaml"\n' in unit
     assert 'Environment="NAME=say \\"$x\\""\n' in unit
-
-
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_systemd_reads_the_unit(tmp_path):
-    file = tmp_path / "mlx-parallm.service"
-    file.write_text(Service((sys.executable, "-V"), tmp_path, tmp_path / "log", {"A": "b c"}, 45).unit())
-    done = subprocess.run(
-        ["systemd-analyze", "verify", "--user", str(file)], capture_output=True, text=True, check=False
-    )
-    assert "mlx-parallm.service" not in done.stderr

@@ -92,15 +92,6 @@ def test_arguments_reach_the_run(training):
     assert options.log == Path("log")
 
 
-def test_one_update_is_one_step_whatever_the_file_says(training, tmp_path):
-    file = tmp_path / "settings.yaml"
-    file.write_text(f"server: {{mode: inference}}\nrl_training: {{environment: '{TASK}', update_frequency: 7}}")
-    assert train(["--steps", "3", "--config", str(file)]) == 0
-    ((config, options),) = training.asked
-    assert (config.rl_training.update_frequency, config.server.mode) == (32, Mode.TRAINING_ONLY)
-    assert (options.environment, options.steps) == (TASK, 3)
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -181,20 +172,6 @@ def test_the_end_of_a_resumed_run_is_of_the_whole_run(training, tmp_path, capsys
     assert "is live" not in shown
 
 
-def test_the_next_commands_have_what_they_need(training, capsys):
-    assert train([*RUN, "--lora-rank", "32", "--model-path", "a model"]) == 0
-    shown = capsys.readouterr().out
-    needs = "--model-path 'a model'"
-    assert f"--checkpoint-dir kept --serve-adapter default {needs} --max-lora-rank 32`" in shown
-    assert f"merge kept/default/checkpoint-2 default-merged {needs}`" in shown
-
-
-def test_a_run_in_a_folder_of_its_own_is_continued_with_resume(training, capsys):
-    training.error = KeyboardInterrupt()
-    assert train(RUN) == 130
-    assert "stopped after 2 of 2 steps; the same command with --resume continues\n" in capsys.readouterr().out
-
-
 def test_a_resumed_run_counts_on_and_tells_of_tasks_that_failed(training, capsys):
     training.made, training.failures = 5, ("task 7: too long",)
     assert train(["--environment", TASK, "--steps", "9"]) == 0
@@ -204,29 +181,12 @@ def test_a_resumed_run_counts_on_and_tells_of_tasks_that_failed(training, capsys
     assert "6/9" in shown
 
 
-def test_files_are_where_they_are_asked_for(training, tmp_path, capsys):
-    (tmp_path / "log.jsonl").write_text("a line\n")
-    argv = [*RUN, "--log", "log.jsonl", "--plot", str(tmp_path / "curves.png"), "--checkpoint-dir", "kept"]
-    assert train(argv) == train(argv) == 0
-    assert (tmp_path / "log.jsonl").read_text().splitlines()[0] == "a line"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "kept", "log.jsonl"]
-    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["default"]
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize(("error", "status"), [(KeyboardInterrupt(), 130), (ModelNotFoundError("no model"), 1)])
 def test_run_that_ends_early_leaves_its_record(training, tmp_path, capsys, error, status):
     training.reports, training.error = [published(1)], error
     assert train(RUN) == status
     assert (tmp_path / "kept" / "training.png").read_bytes().startswith(PNG)
     assert "1 published" in capsys.readouterr().out
-
-
-def test_run_that_never_begins_draws_nothing(training, tmp_path, capsys):
-    training.reports, training.error = [], ModelNotFoundError("no model 'm'; name another with --model-path")
-    assert train(RUN) == 1
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().err.endswith("error: no model 'm'; name another with --model-path\n")
 
 
 def test_an_evaluation_has_its_column_and_its_place_in_the_last_lines(training, capsys):
@@ -238,12 +198,3 @@ def test_an_evaluation_has_its_column_and_its_place_in_the_last_lines(training, 
     assert re.search(r"step +reward +evaluation +loss +grad", shown)
     assert re.search(r"2/2 +0.500 ± 0.500 +0.500 \[0.40, 0.60\] ", shown)
     assert "; evaluation 0.125 [0.05, 0.30] then 0.500 [0.40, 0.60]; newest version default@2" in shown
-
-
-def test_curves_that_cannot_be_written_cost_only_themselves(training, tmp_path, capsys, monkeypatch):
-    def refuse(path, data):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("mlx_parallm.atomic.replace_file", refuse)
-    assert train(RUN) == 0
-    assert "WARNING: kept/training.png could not be written: No space left on device" in capsys.readouterr().out

@@ -12,11 +12,9 @@ from mlx_parallm.app.training_run import SampleText
 from mlx_parallm.cli.train_view import (
     RichTrainView,
     draw_curves,
-    duration,
     figure,
     heading,
     line,
-    one_line,
     reason_line,
     spark,
     summary,
@@ -127,15 +125,6 @@ def test_a_divergence_has_a_line_of_its_own():
     assert second.strip().startswith("1/50")
 
 
-def test_a_held_update_is_told_once():
-    told = Divergence("kl_step", 5.0, 3.0, "hold", HELD.reason, 5.0)
-    out = io.StringIO()
-    RichTrainView(50, out).updated(replace(HELD, divergences=(told,)))
-    first, second = out.getvalue().splitlines()
-    assert first.endswith("held")
-    assert second.strip() == "held: kl_step 5 is above 3"
-
-
 def test_summary_counts_and_names_the_newest_version():
     assert summary(made(DONE, SKIPPED, HELD)) == (
         "1 published, 1 skipped, 1 held; mean reward 0.312 in the first, 0.500 in the last; newest version default@4"
@@ -156,13 +145,6 @@ def test_bars_of_a_spark_line_go_from_the_least_to_the_greatest_value():
     assert spark([7.0, 7.0]) == "▁▁"
     assert spark([0.0] * 50 + [1.0], width=3) == "▁▁█"
     assert spark([]) == ""
-
-
-def test_small_texts():
-    assert [duration(seconds) for seconds in (0.4, 59.4, 59.6, 190, 7500)] == ["0s", "59s", "1m00s", "3m10s", "2h05m"]
-    assert one_line("a\n\tb\x1b[2Jc", 20) == "a b [2Jc"
-    assert one_line("word " * 100, 10) == "word word…"
-    assert one_line("x" * 10, 10) == "x" * 10
 
 
 # ---- on the screen -----------------------------------------------------------------------------
@@ -206,16 +188,6 @@ def test_progress_bars_on_a_terminal(monkeypatch):
     assert max(map(len, below)) <= 100
 
 
-def test_bars_are_taken_down_when_the_run_fails(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    terminal = Terminal()
-    view = RichTrainView(3, terminal)
-    view.started({}, 0, Path("runs"))
-    with pytest.raises(KeyboardInterrupt), view:
-        raise KeyboardInterrupt
-    assert terminal.getvalue().endswith("\x1b[?25h"), "the cursor is shown again"
-
-
 # ---- the curves --------------------------------------------------------------------------------
 
 
@@ -226,12 +198,6 @@ def test_curves_have_a_point_a_step_and_gaps_where_nothing_is_known():
     assert list(rewards.get_xdata()) == [1, 2, 3]
     assert [value for value in rewards.get_ydata() if math.isfinite(value)] == [0.3125, 0.5]
     assert [value for value in losses.get_ydata() if math.isfinite(value)] == [0.01234]
-
-
-def test_band_of_the_reward_is_one_standard_deviation_wide():
-    (band,) = figure(made(DONE, DONE), "t").axes[0].collections
-    box = band.get_datalim(band.axes.transData)
-    assert (box.y0, box.y1) == pytest.approx((0.3125 - 0.4012, 0.3125 + 0.4012))
 
 
 def test_evaluations_are_drawn_with_their_intervals_from_the_start_of_the_run():

@@ -258,11 +258,6 @@ def _listed(names: Iterable[str]) -> str:
     return " and ".join(f"`{name}`" for name in names)
 
 
-def test_processes_of_the_tests() -> None:
-    workers = int(re.search(r"-n (\d)", PYPROJECT["tool"]["pytest"]["ini_options"]["addopts"])[1])  # type: ignore[index]
-    assert f"They run in {('one', 'two', 'three', 'four')[workers - 1]} processes" in _text("docs/contributing.md")
-
-
 def test_rooms() -> None:
     """The order of imports is that of the contract, and each room is in the table."""
     contract = PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"]

@@ -160,20 +160,6 @@ async def test_requests_run_in_the_order_of_their_numbers(client: Client) -> Non
     assert "advantages" in (await client.result(second["request_id"]))["error"]
 
 
-async def test_only_one_request_of_a_model_runs_at_a_time(client: Client) -> None:
-    await client.start()
-    client.policies.hold.clear()
-    for number in (1, 2, 3):
-        await client.post("forward_backward", {"model_id": client.model, **imitated(number)})
-    while not client.policies.running:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.02)
-    assert client.policies.running == 1
-    client.policies.hold.set()
-    await client.result(f"{client.model}:3")
-    assert client.policies.kinds.count("forward_backward") == 3
-
-
 async def test_a_repeated_request_runs_once_and_another_one_with_its_number_is_refused(client: Client) -> None:
     await client.start()
     body = {"model_id": client.model, "seq_id": 1, "adam_params": ADAM}
@@ -186,13 +172,6 @@ async def test_a_repeated_request_runs_once_and_another_one_with_its_number_is_r
     assert client.policies.steps == {client.model.replace(":train:", "-"): 1}
     assert await client.create_model() == {"request_id": f"{client.model}:0", "model_id": client.model}
     assert client.policies.kinds.count("create") == 1
-
-
-async def test_a_result_can_be_read_again_and_an_unknown_one_is_gone(client: Client) -> None:
-    await client.start()
-    asked = (await client.post("forward_backward", {"model_id": client.model, **imitated(1)}))["request_id"]
-    assert await client.result(asked) == await client.result(asked)
-    assert (await client.result("nobody:train:0:9", 410))["error"]["code"] == "expired"
 
 
 async def test_a_result_that_is_not_there_yet_is_to_be_asked_for_again(
@@ -396,32 +375,6 @@ async def test_what_is_saved_is_listed_and_a_model_is_made_from_it(client: Clien
     assert client.policies.kinds[-1] == "create_from"
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "..", "x" * 49, "ü"])
-async def test_names_of_checkpoints_are_plain(client: Client, name: str) -> None:
-    await client.start()
-    assert "path" in (await client.ask("save_weights_for_sampler", seq_id=1, path=name))["error"]
-    assert "save" not in client.policies.kinds
-
-
-async def test_a_server_that_does_not_train_says_so() -> None:
-    app = create_app(Backend(FakeEngine(), FakeAdapters(), OneModel(ByteTokenizer(), CARD), ServerConfig()))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as http:
-        response = await http.post("/api/v1/client/config", json={"sdk_version": "0.24.1"})
-    assert response.status_code == 409
-    assert "--enable-rl-training" in response.json()["error"]["message"]
-
-
-async def test_the_key_may_come_in_the_sdks_header() -> None:
-    config = ServerConfig(api_key="tml-right")
-    training = FakeTraining(tinker=TinkerServer(FakePolicies(), CARD, TinkerConfig()))
-    app = create_app(Backend(FakeEngine(), FakeAdapters(), OneModel(ByteTokenizer(), CARD), config, training))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000") as http:
-        for key, status in (("tml-right", 200), ("tml-wrong", 401)):
-            assert (await http.get("/api/v1/healthz", headers={"x-api-key": key})).status_code == status
-        both = {"x-api-key": "tml-right", "authorization": "Bearer tml-wrong"}
-        assert (await http.get("/api/v1/healthz", headers=both)).status_code == 401
-
-
 async def test_protobuf_needs_the_package(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_parallm.optional_packages.Extra.installed", False)
     await client.start()
@@ -433,23 +386,6 @@ async def test_protobuf_needs_the_package(client: Client, monkeypatch: pytest.Mo
     accepts = {"accept": "application/x-protobuf, application/json"}
     answer = await client.http.post("/api/v1/retrieve_future", json={"request_id": asked}, headers=accepts)
     assert answer.headers["content-type"] == "application/json"
-
-
-async def test_what_one_key_draws_is_not_anothers_to_read(tmp_path: Path) -> None:
-    file, sent = key_file(tmp_path, mine="train", other="train", boss="admin")
-    async with client_of(ServerConfig(keys_file=file)) as client:
-        client.http.headers = sent["mine"]
-        await client.start()
-        made = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": NAME}
-        sampler = await client.post("create_sampling_session", {**made, "type": "create_sampling_session"})
-        asked = (await client.post("asample", sampling(sampler["sampling_session_id"])))["request_id"]
-        client.http.headers = sent["other"]
-        await client.post("retrieve_future", {"request_id": asked}, status=410)
-        await client.post("cancel_future", {"request_id": asked}, status=410)
-        assert (await client.http.get("/api/v1/sessions")).status_code == 403
-        for name in ("mine", "boss"):
-            client.http.headers = sent[name]
-            assert "sequences" in await client.result(asked)
 
 
 @pytest.fixture
@@ -561,17 +497,6 @@ async def test_a_key_leaves_operations_to_the_others(
         step = {"model_id": models["mine"], "adam_params": ADAM, "seq_id": 20}
         await client.post("optim_step", step, 429 if bound == "MAX_FUTURES" else 200)
         client.policies.hold.set()
-
-
-async def test_runs_and_sessions_of_other_keys_are_not_listed_or_ended(of_mine: tuple[Client, Any]) -> None:
-    client, sent = of_mine
-    client.http.headers = sent["other"]
-    assert (await client.http.get("/api/v1/training_runs")).json()["training_runs"] == []
-    assert (await client.http.post(f"/api/v1/sessions/{client.session}/finish", json={})).status_code == 200
-    for name in ("mine", "boss"):
-        client.http.headers = sent[name]
-        runs = (await client.http.get("/api/v1/training_runs")).json()["training_runs"]
-        assert [run["training_run_id"] for run in runs] == [client.model]
 
 
 @pytest.mark.parametrize("path", ["forward", "forward_backward"])

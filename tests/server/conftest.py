@@ -173,19 +173,3 @@ def metric():
         return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name), 0.0)
 
     return read
-
-
-@pytest.fixture
-def fault():
-    """`fault(response)` → the error object, having checked the envelope that every error has."""
-
-    def check(response):
-        assert response.headers["content-type"].startswith("application/json")
-        assert set(response.json()) == {"error"}
-        error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert isinstance(error["message"], str)
-        assert error["message"]
-        return error
-
-    return check

@@ -78,6 +78,18 @@ class ByteTokenizer:
         return self.encode(turns + options + ("a:" if add_generation_prompt else ""), at_most=at_most)
 
 
+class RecordingTokenizer(ByteTokenizer):
+    """Keeps what the template was given last: the messages, and the variables. It renders the messages alone."""
+
+    def apply_chat_template(
+        self, messages, add_generation_prompt=True, at_most=None, *, continue_final_message=False, **variables
+    ):
+        self.given = (messages, {name: value for name, value in variables.items() if value is not None})
+        return super().apply_chat_template(
+            messages, add_generation_prompt, at_most, continue_final_message=continue_final_message
+        )
+
+
 class ThinkingTokenizer(ByteTokenizer):
     """Of a model that marks its reasoning."""
 
@@ -128,6 +140,11 @@ class FakeEngine:
         self.cached = 100
         self.files_removed = False
         self.state = {"alive": True, "ready": True, "kv_bytes_held": 10, "kv_bytes_budget": 40, "running": 3}
+
+    @property
+    def prompt_text(self):
+        """Of the last request."""
+        return bytes(self.requests[-1].prompts[0]).decode()
 
     def stats(self):
         return EngineStats(**self.state, waiting=0, aborted_total=self.aborted, detail={"rows": []})

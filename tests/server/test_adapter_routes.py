@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from server.asking import post, refused
+from server.asking import fault, post, refusal, refused
 
 from mlx_parallm.adapters.cards import AdapterStats, CheckpointCard
 from mlx_parallm.core.adapters import AdapterRef
@@ -66,7 +66,7 @@ async def test_load(client, adapters):
     assert got["id"] in [adapter["id"] for adapter in (await client.get("/v1/adapters")).json()["data"]]
 
 
-async def test_the_base_model_may_be_named(client, adapters, fault):
+async def test_the_base_model_may_be_named(client, adapters):
     """By any of its names."""
     for number, name in enumerate(("tiny/byte-model", "base-model"), 1):
         field = {"base_model_name": name}
@@ -75,14 +75,14 @@ async def test_the_base_model_may_be_named(client, adapters, fault):
         await post(client, UNLOAD, lora_name=f"code{number}", **field)
     assert adapters.bases == ["tiny/byte-model"] * 6
     for path, more in ((LOAD, {"lora_path": "/x"}), ("/load_lora_adapter", {"lora_path": "/x"}), (UNLOAD, {})):
-        error = await refused(client, fault, path, 404, lora_name="new", base_model_name="nobody", **more)
+        error = await refused(client, path, 404, lora_name="new", base_model_name="nobody", **more)
         assert error["param"] == "base_model_name"
         assert "tiny/byte-model" in error["message"]
 
 
-async def test_load_in_place(client, fault):
+async def test_load_in_place(client):
     body = {"lora_name": "math", "lora_path": "/adapters/math"}
-    assert "load_inplace" in (await refused(client, fault, LOAD, **body))["message"]
+    assert "load_inplace" in (await refused(client, LOAD, **body))["message"]
     assert (await post(client, LOAD, **body, load_inplace=True))["lora_adapter"] == "math@3"
 
 
@@ -91,7 +91,7 @@ async def test_unload(client, adapters):
         "status": "success",
         "unloaded": ["math@1"],
     }
-    assert (await post(client, UNLOAD, lora_name="math"))["unloaded"] == ["math@2"]
+    assert (await client.delete("/v1/adapters/math%402")).json() == {"status": "success", "unloaded": ["math@2"]}
     assert adapters.cards() == ()
 
 
@@ -100,13 +100,6 @@ async def test_no_name_of_the_base_model_is_that_of_an_adapter(client, adapters)
     for response in (await client.post(UNLOAD, json={"lora_name": name}), await client.delete(f"/v1/adapters/{name}")):
         assert response.status_code == 404
         assert response.json()["error"]["message"].startswith("The base model is no adapter; it cannot be unloaded.")
-
-
-async def test_delete_is_unload(client, adapters):
-    response = await client.delete("/v1/adapters/math@1")
-    assert response.json() == {"status": "success", "unloaded": ["math@1"]}
-    assert (await client.delete("/v1/adapters/math%402")).json()["unloaded"] == ["math@2"]
-    assert (await client.delete("/v1/adapters/math")).status_code == 404
 
 
 async def test_delete_looks_first_and_removes_then(client, adapters):
@@ -122,10 +115,10 @@ async def test_delete_looks_first_and_removes_then(client, adapters):
     assert (await client.post(DELETE, json={"lora_name": "math"})).status_code == 404
 
 
-async def test_an_adapter_in_training_is_deleted_only_if_that_is_stopped_first(client, adapters, training, fault):
+async def test_an_adapter_in_training_is_deleted_only_if_that_is_stopped_first(client, adapters, training):
     adapters.publish("code")
     await post(client, "/v1/training/start", lora_adapter="code")
-    error = await refused(client, fault, DELETE, 409, lora_name="code")
+    error = await refused(client, DELETE, 409, lora_name="code")
     assert "POST /v1/training/stop" in error["message"]
     assert (await post(client, DELETE, lora_name="code", dry_run=True))["in_training"]
     assert (await post(client, DELETE, lora_name="code", stop_training=True))["deleted"]
@@ -133,24 +126,24 @@ async def test_an_adapter_in_training_is_deleted_only_if_that_is_stopped_first(c
 
 
 @pytest.mark.parametrize("path", [UNLOAD, "/unload_lora_adapter", ROLLBACK])
-async def test_an_adapter_in_training_is_left_to_its_training(client, adapters, fault, path):
+async def test_an_adapter_in_training_is_left_to_its_training(client, adapters, path):
     adapters.publish("code")
     await post(client, "/v1/training/start", lora_adapter="code")
-    message = (await refused(client, fault, path, 409, lora_name="code"))["message"]
+    message = (await refused(client, path, 409, lora_name="code"))["message"]
     assert message.startswith("'code' is in training here: ")
     assert "POST /v1/training/" in message
     assert adapters.known
 
 
 async def test_the_list_tells_the_route_and_the_bank(client, adapters):
-    adapters.state = AdapterStats(slots=8, slots_used=2, slots_pinned=1, bank_bytes=4096)
+    adapters.state = AdapterStats(slots=8, slots_used=2, slots_pinned=1, bank_bytes=4096, route_changed=True)
     got = (await client.get("/v1/adapters")).json()
     older = {**MATH_2, "id": "math@1", "version": 1, "live": False}
     assert got == {
         "object": "list",
         "data": [older, MATH_2],
         "route": {"base": 1.0},
-        "route_changed": False,
+        "route_changed": True,
         "base_requests": 0,
         "slots": {"total": 8, "used": 2, "pinned": 1},
         "bank_bytes": 4096,
@@ -192,17 +185,12 @@ async def test_route_set_read_reset(client):
     assert (await client.delete(ROUTE)).json() == {"route": {"base": 1.0}}
 
 
-async def test_rollback_of_a_name_and_of_the_route(client, fault):
+async def test_rollback_of_a_name_and_of_the_route(client):
     await post(client, ROUTE, weights={"math@2": 1})
     named = {"status": "success", "lora_adapter": "math@1", "route": {"math@2": 1.0}}
     assert await post(client, ROLLBACK, lora_name="math") == named
     assert await post(client, ROLLBACK) == {"status": "success", "lora_adapter": "base@0", "route": {"base": 1.0}}
-    assert (await refused(client, fault, ROLLBACK, status=409))["code"] == "conflict"
-
-
-async def test_the_list_says_whether_the_route_can_be_undone(client, adapters):
-    adapters.state = AdapterStats(slots=8, route_changed=True)
-    assert (await client.get("/v1/adapters")).json()["route_changed"] is True
+    assert (await refused(client, ROLLBACK, status=409))["code"] == "conflict"
 
 
 async def test_the_tag_best_is_that_of_the_version_which_training_calls_the_best(client, adapters, training):
@@ -253,13 +241,6 @@ async def test_an_adapter_in_training_is_saved_by_what_trains_it(client, adapter
     assert [card.name for card in adapters.saved] == ["checkpoint-1"]
 
 
-async def test_a_trainers_odd_metrics_are_null(client, adapters):
-    await post(client, SAVE)
-    adapters.saved[0] = replace(adapters.saved[0], metrics={"loss": math.nan, "norm": math.inf, "kl": 0.0})
-    (listed,) = (await client.get("/v1/checkpoints")).json()["data"]
-    assert listed["metrics"] == {"loss": None, "norm": None, "kl": 0.0}
-
-
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize(
     ("error", "status", "code"),
@@ -273,9 +254,7 @@ async def test_a_trainers_odd_metrics_are_null(client, adapters):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-async def test_18_a_refusal_of_the_adapters_is_worded_and_hurts_nobody(
-    client, adapters, fault, path, error, status, code
-):
+async def test_18_a_refusal_of_the_adapters_is_worded_and_hurts_nobody(client, adapters, path, error, status, code):
     adapters.error = error
     response = await client.post(path, json=POSTS[path])
     told = fault(response)
@@ -303,17 +282,16 @@ async def test_18_a_refusal_of_the_adapters_is_worded_and_hurts_nobody(
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_16_unknown_names_name_their_field(client, adapters, fault, path, body, param):
-    error = await refused(client, fault, path, status=404, **body)
+async def test_16_unknown_names_name_their_field(client, adapters, path, body, param):
+    error = await refused(client, path, status=404, **body)
     assert (error["code"], error["param"]) == ("model_not_found", param)
     assert adapters.shares == {"base": 1.0}
 
 
 @pytest.mark.parametrize("name", ["nope", "math@9", "base", "a%2Fb", "%2e%2e", "%C3%A4", "%ED%A0%80", "x" * 5000])
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-async def test_16_17_unknown_names_in_a_path(client, fault, method, name):
-    response = await client.request(method, f"/v1/adapters/{name}")
-    assert (response.status_code, fault(response)["code"]) == (404, "model_not_found")
+async def test_16_17_unknown_names_in_a_path(client, method, name):
+    await refusal(client.request(method, f"/v1/adapters/{name}"), 404, code="model_not_found")
     if name != "base":
         assert (await client.get(f"/v1/models/{name}")).status_code == 404
 
@@ -324,16 +302,10 @@ async def test_17_names_in_a_path_reach_the_adapters_as_text(client, adapters):
         assert adapters.asked[-1] == name
 
 
-async def test_control_characters_in_a_path_are_refused(client, adapters, fault):
+async def test_control_characters_in_a_path_are_refused(client, adapters):
     for sent in ("nul%00", "line%0A", "%0D", "%7F", "%C2%85", "%E2%80%A8"):
-        response = await client.delete(f"/v1/adapters/{sent}")
-        assert (response.status_code, fault(response)["code"]) == (400, "malformed_path")
+        await refusal(client.delete(f"/v1/adapters/{sent}"), 400, code="malformed_path")
     assert not adapters.asked
-
-
-async def test_17_names_to_load_reach_the_adapters_as_text(client, adapters):
-    for name in ("../x", "/abs", "%2e%2e", "nul\0", "a@b", "a/b"):
-        assert (await post(client, LOAD, lora_name=name, lora_path="../y\0"))["name"] == name
 
 
 @pytest.mark.parametrize(
@@ -380,25 +352,6 @@ async def test_17_names_to_load_reach_the_adapters_as_text(client, adapters):
     ],
     ids=lambda value: str(value)[:40],
 )
-async def test_bodies_are_refused_by_name(client, adapters, fault, path, body, param):
-    assert (await refused(client, fault, path, **body))["param"] == param
+async def test_bodies_are_refused_by_name(client, adapters, path, body, param):
+    assert (await refused(client, path, **body))["param"] == param
     assert (len(adapters.known), adapters.shares, adapters.saved) == (2, {"base": 1.0}, [])
-
-
-async def test_a_taken_step_is_a_conflict(client, fault):
-    await post(client, SAVE, step=3)
-    assert (await refused(client, fault, SAVE, status=409, step=3))["type"] == "invalid_request_error"
-
-
-async def test_nothing_new_is_begun_while_draining(client, adapters, fault):
-    client.app.state.services.lifecycle.begin_drain()
-    for path, body in POSTS.items():
-        assert (await refused(client, fault, path, status=503, **body))["code"] == "draining"
-    assert (await client.delete(ROUTE)).status_code == 503
-    assert (await client.get("/v1/adapters")).status_code == 200
-    assert not adapters.held.is_set()
-
-
-@pytest.mark.parametrize("path", POSTS)
-async def test_post_routes_take_no_get(client, path):
-    assert (await client.get(path)).status_code == {ROUTE: 200, ROLLBACK: 404}.get(path, 405)

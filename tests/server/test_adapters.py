@@ -5,10 +5,11 @@ import json
 from dataclasses import replace
 
 import pytest
+from server.asking import fault, refusal
 from server.fakes import CARD
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
-from mlx_parallm.errors import AdapterFileError, AdapterUnavailableError, InvalidRequestError, StepFailedError
+from mlx_parallm.errors import AdapterFileError, InvalidRequestError, StepFailedError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": "x"}, CHAT: {"messages": [{"role": "user", "content": "x"}]}}
@@ -75,7 +76,7 @@ async def test_a_request_without_an_adapter_gets_that_of_the_served_folder(
 
 @both_endpoints
 @pytest.mark.parametrize("kind", [InvalidRequestError, AdapterFileError])
-async def test_a_folder_that_is_refused_is_the_fault_of_adapters(client, engine, adapters, fault, path, kind):
+async def test_a_folder_that_is_refused_is_the_fault_of_adapters(client, engine, adapters, path, kind):
     adapters.error = kind("no directory inside the allowed roots", "lora_path")
     response = await client.post(path, json={**BODIES[path], "adapters": "/etc"})
     error = fault(response)
@@ -127,7 +128,7 @@ async def test_fields_that_agree(client, math, fields):
     ],
     ids=str,
 )
-async def test_fields_that_disagree_are_both_named(client, engine, adapters, math, fault, path, fields):
+async def test_fields_that_disagree_are_both_named(client, engine, adapters, math, path, fields):
     response = await client.post(path, json={**BODIES[path], **fields})
     assert response.status_code == 400
     assert all(field in fault(response)["message"] for field in fields)
@@ -155,7 +156,7 @@ PATHS = ["../x", "/etc/passwd", "a/b", "%2e%2e/x"]
 @both_ways
 @pytest.mark.parametrize("field", ["model", "lora_adapter", "adapters"])
 async def test_16_17_unknown_names_reach_the_adapters_as_text_and_never_mean_the_base(
-    client, engine, adapters, math, fault, path, stream, field
+    client, engine, adapters, math, path, stream, field
 ):
     names = STRANGE if field == "adapters" else [*STRANGE, *PATHS]
     for name in names if field != "model" else filter(None, names):  # an empty model is the server's own
@@ -168,18 +169,11 @@ async def test_16_17_unknown_names_reach_the_adapters_as_text_and_never_mean_the
 
 
 @pytest.mark.parametrize("field", ["model", "lora_adapter", "adapters"])
-async def test_16_endless_names_are_unknown_without_asking(client, adapters, fault, field):
+async def test_16_endless_names_are_unknown_without_asking(client, adapters, field):
     response = await client.post(COMPLETIONS, json={"prompt": "x", field: "x" * 100_000})
     assert (response.status_code, fault(response)["param"]) == (404, field)
     assert len(response.content) < 500
     assert not adapters.asked
-
-
-@pytest.mark.parametrize("field", ["lora_adapter", "adapters"])
-@pytest.mark.parametrize("value", [1, True, ["math"], {"name": "math"}])
-async def test_adapters_are_named_by_text(client, fault, field, value):
-    response = await client.post(COMPLETIONS, json={"prompt": "x", field: value})
-    assert (response.status_code, fault(response)["param"]) == (400, field)
 
 
 async def test_24_a_version_published_in_mid_stream_changes_only_later_requests(client, engine, adapters, math):
@@ -199,17 +193,6 @@ async def test_24_a_version_published_in_mid_stream_changes_only_later_requests(
 
 
 @both_ways
-async def test_the_lease_lasts_as_long_as_the_request(client, engine, adapters, math, stream):
-    engine.pause_before = 3
-    request = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "stream": stream}))
-    await engine.paused.wait()
-    assert adapters.leased == 1
-    engine.go_on.set()
-    assert (await request).status_code == 200
-    assert adapters.leased == 0
-
-
-@both_ways
 @pytest.mark.parametrize("error", [StepFailedError("x"), RuntimeError("x")])
 async def test_a_failed_request_lets_its_version_go(client, engine, adapters, math, stream, error):
     engine.fail_before, engine.error = 2, error
@@ -223,32 +206,6 @@ async def test_a_failed_request_lets_its_version_go(client, engine, adapters, ma
 async def test_a_refused_request_holds_no_version(client, adapters, math, stream, fields):
     response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "stream": stream, **fields})
     assert response.status_code == 400
-    assert adapters.leased == 0
-
-
-async def test_no_version_is_asked_for_where_the_queue_is_full(make_client, adapters, math):
-    client = make_client(max_batch_size=1, max_queued=1)
-    with client.app.state.services.gate.reserve(2):
-        response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math"})
-    assert response.status_code == 429
-    assert not adapters.asked
-
-
-@both_ways
-async def test_the_end_of_the_drain_lets_versions_go(client, engine, adapters, math, stream):
-    engine.pause_before = 1
-    request = asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "x", "model": "math", "stream": stream}))
-    await engine.paused.wait()
-    client.app.state.services.lifecycle.expire()
-    await request
-    assert (adapters.leased, engine.live) == (0, set())
-
-
-async def test_weights_that_are_gone_are_a_503_without_a_path(client, engine, adapters, math, fault):
-    engine.fail_before, engine.error = 0, AdapterUnavailableError("/home/me/math/adapters.safetensors changed")
-    response = await client.post(COMPLETIONS, json={"prompt": "x", "model": "math"})
-    assert (response.status_code, fault(response)["code"]) == (503, "adapter_unavailable")
-    assert "/home" not in response.text
     assert adapters.leased == 0
 
 
@@ -278,8 +235,7 @@ async def test_models_are_the_base_and_every_live_adapter(client, adapters, math
 
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [120]})])
-async def test_the_tokenizer_is_the_same_for_all(client, math, fault, path, body):
+async def test_the_tokenizer_is_the_same_for_all(client, math, path, body):
     for model in ("math", "math@1", "base", BASE):
         assert (await client.post(path, json={**body, "model": model})).status_code == 200
-    response = await client.post(path, json={**body, "model": "nope"})
-    assert (response.status_code, fault(response)["param"]) == (404, "model")
+    await refusal(client.post(path, json={**body, "model": "nope"}), 404, param="model")

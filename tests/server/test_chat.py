@@ -1,19 +1,14 @@
 """Chat: from messages to the prompt, and the answer."""
 
 import pytest
+from server.asking import answered
 
 URL = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
 
 
 async def chat(client, **body):
-    response = await client.post(URL, json={"messages": USER, **body})
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
-def prompt_text(engine):
-    return bytes(engine.requests[-1].prompts[0]).decode()
+    return await answered(client, URL, {"messages": USER, **body})
 
 
 async def test_the_whole_answer(client):
@@ -49,12 +44,12 @@ async def test_the_whole_answer(client):
 )
 async def test_messages_are_rendered_by_the_template(client, engine, messages, rendered):
     await chat(client, messages=messages)
-    assert prompt_text(engine) == rendered
+    assert engine.prompt_text == rendered
 
 
 async def test_template_options(client, engine):
     await chat(client, add_generation_prompt=False, chat_template_kwargs={"enable_thinking": False})
-    assert prompt_text(engine) == "u:hi\nenable_thinking=False\n"
+    assert engine.prompt_text == "u:hi\nenable_thinking=False\n"
 
 
 @pytest.mark.parametrize(
@@ -71,11 +66,6 @@ async def test_logprobs_carry_exact_bytes(client, engine):
     half = {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]}
     assert choice["logprobs"]["content"][0] == {**half, "top_logprobs": [half]}
     assert [entry["bytes"] for entry in choice["logprobs"]["content"]] == [[0xC3], [0xA4]]
-
-
-async def test_logprobs_without_alternatives(client):
-    (choice,) = (await chat(client, logprobs=True, max_tokens=1))["choices"]
-    assert choice["logprobs"]["content"] == [{"token": "H", "logprob": -0.5, "bytes": [72], "top_logprobs": []}]
 
 
 async def test_token_ids_and_prompt_logprobs_are_at_vllms_places(client):

@@ -115,11 +115,6 @@ async def test_max_tokens_0_scores_and_generates_nothing(client):
     assert got["usage"]["completion_tokens"] == 0
 
 
-async def test_logprobs_0_reports_only_the_sampled_token(client):
-    logprobs = (await complete(client, max_tokens=1, logprobs=0))["choices"][0]["logprobs"]
-    assert logprobs["top_logprobs"] == [{"H": -0.5}]
-
-
 async def test_the_sampled_token_is_reported_beside_more_likely_ones(client, engine):
     engine._output = drawing(engine, TokenLogprob(72, -4.0, ((65, -0.1), (66, -0.2))))
     logprobs = (await complete(client, max_tokens=1, logprobs=2))["choices"][0]["logprobs"]

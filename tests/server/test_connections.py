@@ -3,16 +3,14 @@
 import asyncio
 import contextlib
 import json
-import os
 import resource
-import socket
 import subprocess
 import sys
 
 import httpx
 import pytest
+from server.asking import eventually
 from server.keys import key_file
-from server.test_disconnect import eventually
 
 from mlx_parallm.core.requests import FinishReason, SequenceOutput
 from mlx_parallm.server.api import login
@@ -66,22 +64,6 @@ async def test_a_drip_of_headers_does_not_restart_the_clock(serving):
         assert not server.uvicorn.server_state.connections
 
 
-async def test_a_connection_that_sends_nothing_is_closed(serving):
-    async with serving(header_timeout=0.2) as server:
-        reader, writer = await opened(server, b"")
-        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
-        writer.close()
-
-
-async def test_headers_are_timed_on_a_used_connection_too(serving):
-    async with serving(header_timeout=0.3) as server:
-        reader, writer = await opened(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-        assert b"200" in await reader.readuntil(b"}")
-        writer.write(BEGUN)
-        assert (await answer_of(reader))[0] == 408
-        writer.close()
-
-
 async def test_an_answer_may_take_longer_than_headers_and_body(serving, engine):
     engine.pause_before = 0
     short = serving(header_timeout=0.1, body_timeout=0.1)
@@ -127,18 +109,6 @@ async def test_a_client_that_reads_nothing_is_disconnected_and_its_rows_are_free
         writer.close()
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert await metric(client, "mlx_parallm_client_disconnects_total") == stream
-
-
-async def test_a_client_that_reads_slowly_is_served(serving, engine):
-    endless(engine, "x" * 8000)
-    async with serving(write_timeout=1.0) as server:
-        raw = json.dumps({"prompt": "x"}).encode()
-        reader, writer = await opened(server, HEAD + f"Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
-        length = int((await reader.readuntil(b"\r\n\r\n")).lower().partition(b"content-length:")[2].split()[0])
-        while length:
-            length -= len(await reader.read(2**20))
-            await asyncio.sleep(0.02)  # all of it takes longer than the timeout
-        writer.close()
 
 
 async def test_half_sent_requests_make_room_for_whole_ones(serving):
@@ -231,60 +201,12 @@ async def test_bodies_that_do_not_arrive_leave_room_for_others(serving, tmp_path
             writer.close()
 
 
-async def test_streams_of_events_leave_room_for_others(serving, tmp_path):
-    """Those of one key are the first to be replaced, so they keep neither probes nor other keys' requests out."""
-    file, sent = key_file(tmp_path, many="train", one="train")
-    async with serving(max_connections=8, keys_file=file) as server:
-        held = []
-        for key in ("one", *["many"] * 7):  # the oldest is the only one of its client
-            request = "GET /v1/training/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {authorization}\r\n\r\n"
-            reader, writer = await opened(server, request.format(**sent[key]).encode())
-            assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
-            held.append((reader, writer))
-        for path in ("/health", "/v1/models", "/v1/stats"):
-            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, headers=sent["one"]) as client:
-                assert (await client.get(path)).status_code == 200
-        assert not held[0][0].at_eof()
-        assert held[1][0].at_eof()
-        for _, writer in held:
-            writer.close()
-
-
 async def test_a_form_that_does_not_arrive_is_answered_in_time(serving, monkeypatch):
     monkeypatch.setattr(login, "FORM_TIMEOUT_S", 0.1)
     async with serving(api_key="k") as server:
         begun = b"POST /login HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nOrigin: %s\r\n" % (server.port, server.url.encode())
         status, _, error = await refused(server, begun + b"Content-Length: 4000\r\n\r\nkey=")
     assert (status, error["code"]) == (408, "body_timeout")
-
-
-async def test_that_no_connection_can_be_accepted_is_logged_once(serving, open_files, caplog):
-    loop = asyncio.get_running_loop()
-    async with serving(max_connections=10) as server:
-        with socket.socket() as client, contextlib.ExitStack() as files:
-            client.setblocking(False)
-            open_files(max(map(int, os.listdir("/dev/fd"))) + 1)
-            with contextlib.suppress(OSError):
-                while True:  # until no number below the limit is free
-                    files.callback(os.close, os.dup(client.fileno()))
-            await loop.sock_connect(client, ("127.0.0.1", server.port))
-            await eventually(lambda: "no connection can be accepted" in caplog.text)
-            await asyncio.sleep(1.2)  # asyncio tries again after a second
-            open_files(1000)
-            await loop.sock_sendall(client, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            async with asyncio.timeout(PATIENCE_S):
-                assert (await loop.sock_recv(client, 1000)).startswith(b"HTTP/1.1 200 ")
-    assert caplog.text.count("no connection can be accepted") == 1
-    assert "out of system resource" not in caplog.text
-
-
-def test_fewer_files_than_needed_are_fewer_connections_and_a_warning(monkeypatch, caplog):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 512))
-    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    assert reserve_open_files(100) == 100
-    assert not caplog.records
-    assert reserve_open_files(900) == 512 - OTHER_FILES
-    assert "ulimit -n" in caplog.text
 
 
 def test_a_maximum_below_the_hard_limit_is_found(monkeypatch):

@@ -6,7 +6,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-from server.keys import key_file
 
 ROOT = Path(__file__).parents[2]
 HTML = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -82,10 +81,6 @@ async def test_only_the_files_of_the_page_are_served(client, name):
     assert (await client.get(f"/dashboard/assets/{name}")).status_code == 404
 
 
-async def test_programs_get_no_page(client):
-    assert (await client.get("/")).text == "Ollama is running"
-
-
 async def test_it_can_be_turned_off(make_client):
     client = make_client(dashboard=False)
     for path in ("/dashboard", "/dashboard/assets/index.html"):
@@ -93,19 +88,3 @@ async def test_it_can_be_turned_off(make_client):
     root = await client.get("/", headers=HTML)
     assert (root.status_code, root.headers["location"]) == (307, "/docs")
     assert (await client.get("/v1/stats")).status_code == 200
-
-
-async def test_a_key_is_asked_for_first(make_client, tmp_path):
-    file, sent = key_file(tmp_path, me="inference")
-    client = make_client(keys_file=file)
-    for path in ("/", "/dashboard"):
-        page = await client.get(path, headers=HTML)
-        assert (page.status_code, page.headers["location"]) == (303, f"/login?next={path}")
-    page = await client.get("/dashboard", headers=sent["me"])
-    (script,) = (each for each in files_of(page) if each.endswith(".js"))
-    assert (await client.get(script)).status_code == 401
-    assert (await client.get(script, headers=sent["me"])).status_code == 200
-
-
-async def test_other_hosts_get_nothing(client):
-    assert (await client.get("/dashboard", headers=HTML | {"host": "evil.example"})).status_code == 403

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import promql_parser
-import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from server.fake_cluster import FakeCluster, app_of
@@ -19,35 +18,6 @@ DASHBOARDS = Path(__file__).parents[2] / "dashboards"
 URL = "/v1/completions"
 VARIABLES = {"$__rate_interval": "5m", "$model": ".*"}
 """What Grafana puts in the place of its variables."""
-IN_VLLM = {
-    "cache_config_info",
-    "e2e_request_latency_seconds",
-    "external_prefix_cache_hits",
-    "external_prefix_cache_queries",
-    "generation_tokens",
-    "inter_token_latency_seconds",
-    "kv_cache_usage_perc",
-    "lora_requests_info",
-    "num_preemptions",
-    "num_requests_running",
-    "num_requests_waiting",
-    "prefix_cache_hits",
-    "prefix_cache_queries",
-    "prompt_tokens",
-    "request_decode_time_seconds",
-    "request_generation_tokens",
-    "request_inference_time_seconds",
-    "request_max_num_generation_tokens",
-    "request_prefill_time_seconds",
-    "request_prompt_tokens",
-    "request_queue_time_seconds",
-    "request_success",
-    "request_time_per_output_token_seconds",
-    "spec_decode_num_accepted_tokens",
-    "spec_decode_num_draft_tokens",
-    "time_to_first_token_seconds",
-}
-"""The metrics that vLLM has too, by their names after the prefix."""
 
 
 def queries() -> Iterator[str]:
@@ -142,21 +112,3 @@ async def test_vllms_names_have_its_labels_and_our_values(client, engine):
     running = re.search(r"^vllm:lora_requests_info\{(.*)\} ", text, re.MULTILINE)
     assert running is not None
     assert re.findall(r'(\w+)="', running[1]) == ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
-
-
-async def test_the_times_of_a_request_add_up(client, engine, metric):
-    await client.post(URL, json={"prompt": "xyz", "max_tokens": 4})
-    sums = [
-        await metric(client, f"mlx_parallm_{name}_seconds_sum")
-        for name in ("request_queue_time", "request_prefill_time", "request_decode_time", "e2e_request_latency")
-    ]
-    assert sum(sums[:3]) == pytest.approx(sums[3])
-    assert await metric(client, "mlx_parallm_request_inference_time_seconds_sum") == pytest.approx(sums[1] + sums[2])
-
-
-async def test_every_shared_metric_is_exported_under_both_names(client):
-    text = (await client.get("/metrics")).text
-    types = (line.split()[2] for line in text.splitlines() if line.startswith("# TYPE"))
-    names = {name.removesuffix("_total").removesuffix("_created") for name in types}
-    assert {name.removeprefix("vllm:") for name in names if name.startswith("vllm:")} == IN_VLLM
-    assert {f"mlx_parallm_{name}" for name in IN_VLLM} <= names

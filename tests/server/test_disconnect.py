@@ -2,12 +2,11 @@
 
 import asyncio
 import json
-import time
 
 import httpx
 import pytest
+from server.asking import eventually
 
-from mlx_parallm.server.errors import DrainingError
 from mlx_parallm.server.streams import while_connected
 
 PATIENCE_S = 30
@@ -25,12 +24,6 @@ async def post(port, body, path="/v1/completions"):
     writer.write(f"{head}\r\n".encode() + raw)
     await writer.drain()
     return reader, writer
-
-
-async def eventually(condition):
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -76,89 +69,6 @@ async def test_leaving_does_not_stop_a_change_of_adapters(serving, adapters, cap
         await eventually(lambda: not lifecycle.working)
         assert done(adapters)
     assert not caplog.records
-
-
-async def test_a_cancelled_handler_does_not_stop_a_change_of_adapters(make_client, adapters):
-    adapters.hold = True
-    client = make_client()
-    body = {"lora_name": "new", "lora_path": "x"}
-    request = asyncio.create_task(client.post("/v1/load_lora_adapter", json=body))
-    await adapters.held.wait()
-    request.cancel()
-    await asyncio.wait([request])
-    assert request.cancelled()
-    adapters.resume.set()
-    await eventually(lambda: not client.app.state.services.lifecycle.working)
-    assert adapters.find("new").ref.version == 1
-
-
-async def test_leaving_while_the_prompt_is_tokenised(serving, engine):
-    async with serving() as server:
-        services = server.app.state.services
-        encode = services.models.first.tokenizer.encode
-        services.models.first.tokenizer.encode = lambda *args: time.sleep(0.3) or encode(*args)
-        engine.pause_before = 0
-        _, writer = await post(server.port, {"prompt": "x"})
-        await eventually(lambda: services.gate.held == 1)
-        writer.close()
-        await eventually(lambda: services.gate.held == 0)
-        assert not engine.live
-
-
-async def test_leaving_in_mid_body_leaves_nothing_behind(serving, engine, caplog):
-    async with serving() as server:
-        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        writer.write(head + b'Content-Length: 99\r\n\r\n{"prompt":')
-        await writer.drain()
-        await asyncio.sleep(0.05)
-        writer.close()
-        await eventually(lambda: not server.uvicorn.server_state.tasks)
-    assert not caplog.records
-    assert not engine.requests
-
-
-async def test_neighbours_go_on(serving, engine):
-    engine.pause_before = 2
-    async with serving() as server:
-        reader, stayer = await post(server.port, {"prompt": "x", "stream": True})
-        _, leaver = await post(server.port, {"prompt": "y", "stream": True})
-        await eventually(lambda: len(engine.live) == 2)
-        leaver.close()
-        await eventually(lambda: len(engine.live) == 1)
-        engine.go_on.set()
-        text = (await reader.readuntil(b"[DONE]\n\n")).decode()
-        assert "".join(part.split('"')[0] for part in text.split('"text":"')[1:]) == "Hi ä!"
-        stayer.close()
-
-
-async def test_a_client_that_stays_is_not_a_disconnect(serving, metric):
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
-        for stream in (True, False):
-            assert (await client.post("/v1/completions", json={"prompt": "x", "stream": stream})).status_code == 200
-        assert await metric(client, "mlx_parallm_client_disconnects_total") == 0
-        assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="abort"}') == 0
-        assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="stop"}') == 2
-
-
-async def test_a_block_ends_for_its_first_cause_alone():
-    stop, disconnected = asyncio.Event(), asyncio.Event()
-
-    async def receive():
-        await disconnected.wait()
-        return {"type": "http.disconnect"}
-
-    async def drained():
-        async with while_connected(receive, stop):
-            stop.set()
-            try:
-                await asyncio.sleep(5)
-            finally:
-                disconnected.set()
-                await asyncio.sleep(0.01)  # the client leaves while the block cleans up
-
-    with pytest.raises(DrainingError):
-        await drained()
 
 
 async def test_a_timeout_in_a_block_is_not_taken_for_a_disconnect():

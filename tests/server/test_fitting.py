@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import httpx
 import pytest
-from server.fakes import CARD, ByteTokenizer
-from server.one_model import OneModel
+from server.fakes import ByteTokenizer, RecordingTokenizer
 
-from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.server.app import create_app
-from mlx_parallm.server.backend import Backend
 
 SENT = [("system", "a"), ("user", "q"), ("user", "r"), ("system", "b"), ("assistant", "x"), ("user", "s")]
 FITTED = "s:a\nu:q\nr\nb\na:x\nu:s\na:"
@@ -46,6 +41,16 @@ class InTurns(ByteTokenizer):
         return super().apply_chat_template(messages, *args, **kwargs)
 
 
+class Recording(RecordingTokenizer):
+    """Refuses two messages of the assistant in a row and a later system message."""
+
+    def apply_chat_template(self, messages, *args, **kwargs):
+        roles = [message["role"] for message in messages]
+        if ("assistant", "assistant") in pairwise(roles) or "system" in roles[1:]:
+            raise InvalidRequestError("two in a row", param="messages")
+        return super().apply_chat_template(messages, *args, **kwargs)
+
+
 class LeavesOut(ByteTokenizer):
     """Its template does not write a system message that comes later."""
 
@@ -55,12 +60,8 @@ class LeavesOut(ByteTokenizer):
 
 
 @pytest.fixture
-def connect(engine, adapters):
-    def make(tokenizer):
-        app = create_app(Backend(engine, adapters, OneModel(tokenizer, CARD), ServerConfig()))
-        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost:8000")
-
-    return make
+def connect(make_client):
+    return lambda tokenizer: make_client(tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize("tokenizer", [InTurns, LeavesOut])
@@ -109,7 +110,7 @@ async def test_a_later_system_message_follows_the_results_of_tools(connect):
     ]
     tokenizer = Recording()
     await connect(tokenizer).post("/v1/chat/completions", json={"messages": said})
-    texts = [message["content"] for message in tokenizer.given if message["role"] == "tool"]
+    texts = [message["content"] for message in tokenizer.given[0] if message["role"] == "tool"]
     assert texts == ["1\nb"]
 
 
@@ -130,17 +131,7 @@ async def test_names_and_calls_survive(connect, engine):
     ]
     tokenizer = Recording()
     await connect(tokenizer).post("/v1/chat/completions", json={"messages": said})
-    roles = [(message["role"], message["content"], len(message.get("tool_calls", ()))) for message in tokenizer.given]
+    roles = [
+        (message["role"], message["content"], len(message.get("tool_calls", ()))) for message in tokenizer.given[0]
+    ]
     assert roles == [("user", "q", 0), ("assistant", "x", 2), ("tool", "1", 0), ("tool", "2", 0)]
-
-
-class Recording(ByteTokenizer):
-    """Refuses two messages of the assistant in a row and a later system message, and keeps what its template was given
-    last."""
-
-    def apply_chat_template(self, messages, *args, **kwargs):
-        roles = [message["role"] for message in messages]
-        if ("assistant", "assistant") in pairwise(roles) or "system" in roles[1:]:
-            raise InvalidRequestError("two in a row", param="messages")
-        self.given = messages
-        return super().apply_chat_template(messages, *args, **kwargs)

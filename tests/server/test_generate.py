@@ -1,7 +1,7 @@
 """`/generate` in the three forms of vLLM, SGLang and TRL."""
 
 import pytest
-from server.asking import answered
+from server.asking import answered, fault
 from server.fakes import EOS
 
 from mlx_parallm.core.requests import TokenLogprob
@@ -54,13 +54,6 @@ async def test_vllm_scores_prompts(client, engine):
     got = await generate(client, {**body, "max_tokens": 1})
     assert got["prompt_logprobs"] == [None, {"98": -0.5, "99": -1.5}]
     assert "logprobs" not in got
-
-
-async def test_vllm_has_its_own_default_length(client, engine):
-    prompt = VLLM["prompt"]
-    for fields, tokens in (({}, 16), ({"max_tokens": None}, 62)):
-        assert (await generate(client, {"prompt": prompt, **fields}))["prompt"] == "ab"
-        assert (engine.requests[-1].prompts, engine.requests[-1].stopping.max_tokens) == (((97, 98),), tokens)
 
 
 # ---- SGLang ------------------------------------------------------------------------------------------
@@ -150,7 +143,7 @@ async def test_every_form_is_collected_if_a_header_says_so(client, training, bod
     ],
     ids=str,
 )
-async def test_what_is_refused_is_named_as_the_form_names_it(client, engine, fault, body, param):
+async def test_what_is_refused_is_named_as_the_form_names_it(client, engine, body, param):
     response = await client.post("/generate", json=body)
     assert response.status_code == 400, response.text
     assert fault(response)["param"] == param

@@ -6,7 +6,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -59,6 +59,7 @@ class Play:
     options: Mapping[str, Any] = field(default_factory=lambda: OPTIONS)
     drawn: tuple[int, ...] = ()
     prompt: list[int] = field(default_factory=list)
+    key: tuple[str, str, str] = ("", "g", "e")
 
     def say(self, role: str = "user") -> None:
         text = " ".join(self.rng.choices(WORDS, k=self.rng.randint(1, 5)))
@@ -69,7 +70,7 @@ class Play:
         coder = tokenizer(self.family)
         conversation = Conversation.of(self.messages, (), coder, self.options)
         rendered = conversation.render(coder)
-        self.prompt, why = self.histories.prompt_of(("", "g", "e"), conversation, coder, rendered)
+        self.prompt, why = self.histories.prompt_of(self.key, conversation, coder, rendered)
         plain = [i for i in range(coder.vocab_size) if i not in coder.special_ids]
         ids = self.rng.choices(plain, k=self.rng.randint(1, 9))
         ended = self.rng.random() < 0.7
@@ -77,7 +78,7 @@ class Play:
         text = coder.decode(ids)
         reason = FinishReason.STOP if ended else FinishReason.LENGTH
         request = GenerationRequest("r", (tuple(self.prompt),), SamplingParams(), StopParams(9))
-        planned = PlannedTurn(("", "g", "e"), conversation, rendered, AnswerSyntax())
+        planned = PlannedTurn(self.key, conversation, rendered, AnswerSyntax())
         events = [SequenceOutput(0, self.drawn, text, finish_reason=reason), FINISHED]
         assert [event async for event in self.histories.recorded(planned, request, replay(events))] == events
         self.messages.append(Message(role="assistant", content=text, tool_calls=list(calls)))
@@ -105,21 +106,6 @@ async def test_every_turn_that_comes_back_unchanged_continues_the_drawn_tokens(f
             assert again[-3:] == play.prompt[-3:], "what follows the history is the template's"
             different += again != play.prompt
     assert different > 100, "encoded again, the texts of random tokens are other tokens"
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-async def test_a_later_turn_renders_its_messages_and_its_history_and_no_more(family: str, monkeypatch) -> None:
-    coder, rendered = tokenizer(family), []
-    render = coder.apply_chat_template
-    monkeypatch.setattr(
-        coder, "apply_chat_template", lambda *args, **named: rendered.append(1) or render(*args, **named)
-    )
-    play = Play(family, random.Random(0))
-    for turn in range(5):
-        rendered.clear()
-        play.say()
-        assert await play.turn() == ""
-        assert len(rendered) == (1, 4, 2, 2, 2)[turn]
 
 
 def edit_a_message(play: Play) -> None:
@@ -186,19 +172,6 @@ async def test_a_template_that_writes_the_beginning_of_an_answer_differently_is_
     assert await play.turn() == RENDERED_ANEW
 
 
-async def test_a_history_goes_back_to_any_earlier_turn() -> None:
-    """Several attempts from one state, as a search makes them."""
-    play = Play("chatml", random.Random(3))
-    play.say()
-    await play.turn()
-    before, drawn, state = play.prompt, play.drawn, list(play.messages)
-    for _ in range(3):
-        play.messages = list(state)
-        play.say()
-        assert await play.turn() == ""
-        assert starts_with(play.prompt, before, drawn)
-
-
 async def test_calls_come_back_whatever_their_ids() -> None:
     """The client sends the id that it got, which is random and no part of the drawn tokens."""
     coder, histories = tokenizer("chatml"), EpisodeHistories()
@@ -229,19 +202,11 @@ async def test_what_a_key_has_used_least_recently_is_forgotten(name: str, is_kep
     play = Play("chatml", random.Random(4), histories)
     play.say()
     await play.turn()
-    other = replace(play, messages=[], rng=random.Random(5))
+    before, drawn = play.prompt, play.drawn
     for number in range(9):
-        coder = tokenizer("chatml")
+        other = Play("chatml", random.Random(number), histories, key=(name, "g", str(number)))
         other.say()
-        conversation = Conversation.of(other.messages, (), coder, OPTIONS)
-        planned = PlannedTurn((name, "g", str(number)), conversation, conversation.render(coder), AnswerSyntax())
-        request = GenerationRequest("r", (tuple(range(20)),), SamplingParams(), StopParams(9))
-        events = [SequenceOutput(0, (5, 6), "a", finish_reason=FinishReason.LENGTH), FINISHED]
-        assert [event async for event in histories.recorded(planned, request, replay(events))] == events
+        await other.turn()
     play.say()
-    coder = tokenizer("chatml")
-    conversation = Conversation.of(play.messages, (), coder, OPTIONS)
-    rendered = conversation.render(coder)
-    prompt, _ = histories.prompt_of(("", "g", "e"), conversation, coder, rendered)
-    assert starts_with(prompt, play.prompt, play.drawn) is is_kept
-    assert histories._tokens.total() <= 150
+    await play.turn()
+    assert starts_with(play.prompt, before, drawn) is is_kept

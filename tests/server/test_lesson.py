@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from server.asking import fault, refusal
 
 from mlx_parallm.errors import ConflictError, ContextLengthError, InvalidRequestError, StorageError
 from mlx_parallm.extras.lessons.cards import (
@@ -11,7 +12,6 @@ from mlx_parallm.extras.lessons.cards import (
     LessonPoint,
     LessonPrompt,
     LessonRule,
-    LessonShowing,
     LessonSpec,
     RuleKind,
 )
@@ -59,28 +59,13 @@ async def test_the_curve_and_the_answers_are_shown(client, lessons):
     assert (lesson["outcome"], lesson["ended"], lesson["advice"]) == (None, None, "Wait.")
 
 
-async def test_all_routes_answer_in_one_form(client, lessons):
-    begun = (await client.post(ROUTE, json=ASKED)).json()
-    assert begun == (await client.get(ROUTE)).json()
-    assert set(begun) == {"obstacle", "lesson"}
-    assert (await client.delete(ROUTE)).json() == (await client.get(ROUTE)).json()
-
-
-async def test_how_far_the_examples_are_is_shown(client, lessons):
-    assert (await client.post(ROUTE, json=ASKED)).json()["lesson"]["showing"] is None
-    lessons.last = replace(lessons.last, state="showing", showing=LessonShowing(27, 20, 2, 4, 1.5))
-    shown = {"examples": 27, "number": 20, "time": 2, "times": 4, "loss": 1.5}
-    assert (await client.get(ROUTE)).json()["lesson"]["showing"] == shown
-
-
-async def test_it_is_stopped(client, lessons, fault):
+async def test_it_is_stopped(client, lessons):
     await client.post(ROUTE, json=ASKED)
     stopped = (await client.delete(ROUTE)).json()["lesson"]
     assert (stopped["state"], stopped["outcome"], stopped["ended"]) == ("ended", "stopped", "2027-01-15T08:01:00.000Z")
     assert (await client.get(ROUTE)).json()["lesson"]["outcome"] == LessonOutcome.STOPPED
     lessons.error = ConflictError("No lesson runs.")
-    answer = await client.delete(ROUTE)
-    assert (answer.status_code, fault(answer)["message"]) == (409, "No lesson runs.")
+    await refusal(client.delete(ROUTE), 409, message="No lesson runs.")
 
 
 async def test_it_ends_with_the_training_of_its_adapter(client, lessons):
@@ -119,7 +104,7 @@ async def test_it_ends_with_the_training_of_its_adapter(client, lessons):
         ({"lora_adapter": ""}, "lora_adapter"),
     ],
 )
-async def test_a_bad_body_names_its_field(client, lessons, fault, changes, param):
+async def test_a_bad_body_names_its_field(client, lessons, changes, param):
     answer = await client.post(ROUTE, json=ASKED | changes)
     assert answer.status_code == 400
     assert fault(answer)["param"].startswith(param)
@@ -135,19 +120,14 @@ async def test_a_bad_body_names_its_field(client, lessons, fault, changes, param
         (StorageError("the disk is full"), 507, None),
     ],
 )
-async def test_what_cannot_begin_is_told(client, lessons, fault, error, status, param):
+async def test_what_cannot_begin_is_told(client, lessons, error, status, param):
     lessons.error = error
+    await refusal(client.post(ROUTE, json=ASKED), status, param=param)
+
+
+@pytest.mark.parametrize("training", [None])
+async def test_it_says_how_to_start_the_server(client):
+    assert "--enable-rl-training" in (await client.get(ROUTE)).json()["obstacle"]
     answer = await client.post(ROUTE, json=ASKED)
-    assert (answer.status_code, fault(answer)["param"]) == (status, param)
-
-
-class TestWithoutTraining:
-    @pytest.fixture
-    def training(self):
-        return None
-
-    async def test_it_says_how_to_start_the_server(self, client, fault):
-        assert "--enable-rl-training" in (await client.get(ROUTE)).json()["obstacle"]
-        answer = await client.post(ROUTE, json=ASKED)
-        assert (answer.status_code, fault(answer)["code"]) == (409, "training_disabled")
-        assert (await client.delete(ROUTE)).status_code == 409
+    assert (answer.status_code, fault(answer)["code"]) == (409, "training_disabled")
+    assert (await client.delete(ROUTE)).status_code == 409

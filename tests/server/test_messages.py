@@ -5,10 +5,8 @@ from dataclasses import replace
 
 import pytest
 from server.asking import answered
-from server.fakes import CARD, ByteTokenizer
+from server.fakes import CARD, RecordingTokenizer
 from walks import follows
-
-from mlx_parallm.errors import InvalidRequestError
 
 URL, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 USER = [{"role": "user", "content": "hi"}]
@@ -22,29 +20,6 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
 DOCUMENT = {"type": "document", "source": {"type": "url", "url": "http://x"}}
-
-
-class RecordingTokenizer(ByteTokenizer):
-    """Keeps what the template was given last. `system_first`: it refuses a system message that comes later."""
-
-    system_first = False
-
-    def apply_chat_template(
-        self,
-        messages,
-        add_generation_prompt=True,
-        at_most=None,
-        *,
-        template=None,
-        continue_final_message=False,
-        **kwargs,
-    ):
-        if self.system_first and any(message["role"] == "system" for message in messages[1:]):
-            raise InvalidRequestError("system must be first", param="messages")
-        self.given = (messages, kwargs)
-        return super().apply_chat_template(
-            messages, add_generation_prompt, at_most, continue_final_message=continue_final_message
-        )
 
 
 @pytest.fixture
@@ -105,15 +80,6 @@ async def test_sampling_and_stopping_reach_the_engine(client, engine):
     assert (request.stopping.stop, request.stopping.max_tokens) == (("\n\nHuman:",), 9)
 
 
-async def test_max_tokens_are_lowered_to_what_fits(connect, engine):
-    async with connect(context_length=64) as client:
-        await answer(client, max_tokens=128_000)
-        assert engine.requests[0].stopping.max_tokens == 64 - len("u:hi\na:")
-        long = await client.post(URL, json={"max_tokens": 5, "messages": [{"role": "user", "content": "x" * 60}]})
-    assert long.status_code == 400
-    assert wrong(long)["message"].startswith("prompt is too long: ")
-
-
 def text(words, **more):
     return {"type": "text", "text": words, **more}
 
@@ -166,20 +132,6 @@ async def test_the_conversation_of_an_agent(client, engine, tokenizer):
     assert variables["tools"][0] == {"type": "function", "function": function}
 
 
-async def test_a_template_that_needs_the_system_first_gets_a_later_one_in_the_users_words(client, tokenizer):
-    tokenizer.system_first = True
-    messages = [*USER, {"role": "system", "content": "later"}, {"role": "user", "content": "more"}]
-    await answer(client, messages=messages, system="first")
-    said, _ = tokenizer.given
-    assert [message["role"] for message in said] == ["system", *["user"] * (len(said) - 1)]
-    assert "\n".join(message["content"] for message in said) == "first\nhi\nlater\nmore"
-
-
-async def test_the_answer_continues_a_message_of_the_assistant(client, engine):
-    await answer(client, messages=[*USER, {"role": "assistant", "content": [text("The answer is ")]}])
-    assert bytes(engine.requests[0].prompts[0]).decode() == "u:hi\na:The answer is "
-
-
 @pytest.mark.parametrize(
     ("thinking", "variables"),
     [
@@ -225,12 +177,6 @@ async def test_a_choice_is_enforced(client, engine, choice, accepted, refused):
     assert [follows(grammar, words) for words in (*accepted, *refused)] == [True] * len(accepted) + [False] * len(
         refused
     )
-
-
-async def test_the_choice_none_hides_the_tools(client, engine, tokenizer):
-    engine.text = CALL
-    got = await answer(client, tools=[ADD], tool_choice={"type": "none"})
-    assert (got["content"], got["stop_reason"], tokenizer.given[1]) == ([text(CALL)], "end_turn", {})
 
 
 async def test_a_strict_tool_and_a_format_are_enforced(client, engine):
@@ -369,28 +315,6 @@ async def test_errors_of_middlewares_and_of_routing_have_the_form_too(connect):
     assert "type" not in (await client.get("/v1/models")).json()
 
 
-@pytest.mark.parametrize(
-    ("prepare", "status", "kind"),
-    [
-        (lambda app, engine: app.lifecycle.begin_drain(), 503, "overloaded_error"),
-        (lambda app, engine: engine.state.update(alive=False), 503, "overloaded_error"),
-    ],
-)
-async def test_a_server_that_cannot_answer_now(connect, engine, prepare, status, kind):
-    client = connect()
-    prepare(client._transport.app.state.services, engine)
-    response = await client.post(URL, json={"messages": USER, "max_tokens": 5})
-    assert (response.status_code, wrong(response)["type"]) == (status, kind)
-    assert response.headers["retry-after"]
-
-
-async def test_a_full_queue(connect):
-    client = connect(max_batch_size=1, max_queued=1)
-    with client._transport.app.state.services.gate.reserve(2):
-        response = await client.post(URL, json={"messages": USER, "max_tokens": 5})
-    assert (response.status_code, wrong(response)["type"]) == (429, "rate_limit_error")
-
-
 async def test_aliases_mean_the_served_model(connect, engine, adapters):
     adapters.publish("math")
     client = connect(model_aliases=("claude-*", "gpt-5"))
@@ -401,10 +325,3 @@ async def test_aliases_mean_the_served_model(connect, engine, adapters):
     assert (await answer(client, model="math"))["lora_adapter"] == "math@1"
     for model in ("gpt-5-mini", "my-claude-x", "claude-" + "x" * 300):
         assert (await client.post(URL, json={"messages": USER, "max_tokens": 5, "model": model})).status_code == 404
-
-
-async def test_an_answer_is_collected_for_training(client, engine):
-    got = await answer(client, collect_trajectory=True, metadata={"answer": "4", "user_id": "u"})
-    assert got["trajectory_ids"] == ["traj-0"]
-    assert engine.requests[0].collection.metadata == {"answer": "4", "user_id": "u"}
-    assert engine.requests[0].collection.messages == ({"role": "user", "content": "hi"},)

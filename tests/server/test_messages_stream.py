@@ -8,10 +8,7 @@ import httpx
 import pytest
 from pydantic_core import from_json
 
-from mlx_parallm.core.splitter import AnswerPart, CallPart
 from mlx_parallm.errors import OverloadedError, StepFailedError
-from mlx_parallm.server.api.answer import Sections
-from mlx_parallm.server.api.messages.route import OpenBlock
 
 URL = "/v1/messages"
 ASKED = {"model": "base", "max_tokens": 1000, "messages": [{"role": "user", "content": "hi"}]}
@@ -112,29 +109,6 @@ async def test_a_stop_sequence_and_the_limit(client, engine):
     )
     engine.stop_reason = None
     assert await transcript(client, max_tokens=1) == opened(7) + block(0, TEXT, deltas[0]) + closed("max_tokens", 1)
-
-
-def test_a_call_may_come_in_pieces():
-    blocks = Sections(OpenBlock)
-    parts = [
-        CallPart(0, call_id="c", name="now", complete=False),
-        CallPart(0, '{"at"'),
-        CallPart(0, ": 1}"),
-        CallPart(1, "{}", call_id="d", name="now"),
-    ]
-    events = [event for part in parts for event in blocks.add(AnswerPart(call=part))] + list(blocks.end(cut=False))
-    written = "".join(said(event.type, "," + event.json_text().partition(",")[2].removesuffix("}")) for event in events)
-    assert written == block(
-        0,
-        '{"type":"tool_use","id":"c","name":"now","input":{}}',
-        '{"type":"input_json_delta","partial_json":"{\\"at\\""}',
-        '{"type":"input_json_delta","partial_json":": 1}"}',
-    ) + block(
-        1,
-        '{"type":"tool_use","id":"d","name":"now","input":{}}',
-        '{"type":"input_json_delta","partial_json":"{}"}',
-    )
-    assert [part.input for part in blocks.done] == [{"at": 1}, {}]
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,12 @@ import subprocess
 
 import httpx
 import pytest
+from server.asking import fault, refusal
 from server.keys import key_file
 
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.address import check_certificate
-
-
-@pytest.mark.parametrize("host", ["host.docker.internal:8000", "host.containers.internal"])
-async def test_containers_may_call(client, host):
-    assert (await client.get("/health", headers={"host": host})).status_code == 200
 
 
 async def test_the_machines_own_names_count_where_it_can_be_reached(make_client, monkeypatch):
@@ -45,27 +41,20 @@ async def test_the_machines_own_names_count_where_it_can_be_reached(make_client,
         ({"origin": "https://" + "a" * 300}, "--cors-origins ORIGIN."),
     ],
 )
-async def test_a_refusal_names_the_flag(client, fault, headers, flag):
+async def test_a_refusal_names_the_flag(client, headers, flag):
     answer = await client.get("/health", headers=headers)
     assert answer.status_code == 403
     assert fault(answer)["message"].endswith(flag)
-
-
-async def test_the_flags_that_are_named_are_accepted(make_client):
-    client = make_client(allowed_hosts=("mac.lan",), cors_origins=("app://obsidian.md",))
-    assert (await client.get("/health", headers={"host": "mac.lan:8000"})).status_code == 200
-    assert (await client.get("/health", headers={"origin": "app://obsidian.md"})).status_code == 200
 
 
 # ---- pages of other sites, and proxies -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-async def test_a_page_of_another_site_changes_and_reads_nothing_without_an_origin(client, fault, site):
+async def test_a_page_of_another_site_changes_and_reads_nothing_without_an_origin(client, site):
     """Browsers send no Origin for an image or a link. Another port of this machine is the same site."""
     for path in ("/health", "/v1/models", "/metrics", "/reset_data"):
-        answer = await client.get(path, headers={"sec-fetch-site": site})
-        assert (answer.status_code, fault(answer)["code"]) == (403, "forbidden_origin")
+        await refusal(client.get(path, headers={"sec-fetch-site": site}), 403, code="forbidden_origin")
     for path in ("/", "/dashboard", "/docs", "/login"):
         assert (await client.get(path, headers={"sec-fetch-site": site})).status_code != 403
     for own in ("none", "same-origin"):
@@ -75,9 +64,10 @@ async def test_a_page_of_another_site_changes_and_reads_nothing_without_an_origi
 @pytest.mark.parametrize(
     "origin", ["ftp://localhost:8000", "https://localhost:8000", "localhost:8000", "http://localhost"]
 )
-async def test_an_origin_of_another_scheme_or_port_is_another_site(client, fault, origin):
-    answer = await client.post("/v1/completions", json={"prompt": "x"}, headers={"origin": origin})
-    assert (answer.status_code, fault(answer)["code"]) == (403, "forbidden_origin")
+async def test_an_origin_of_another_scheme_or_port_is_another_site(client, origin):
+    await refusal(
+        client.post("/v1/completions", json={"prompt": "x"}, headers={"origin": origin}), 403, code="forbidden_origin"
+    )
 
 
 @pytest.mark.parametrize(("trusted", "refused"), [((), 429), (("127.0.0.0/8",), 401), (("10.0.0.0/8",), 429)])
@@ -167,16 +157,6 @@ async def test_control_actions_are_audited_and_prompts_are_not(make_client, tmp_
     assert lines[3]["path"] == "/v1/load_lora_adapter"
     assert len(lines) == 4
     assert stat.S_IMODE(os.stat(log).st_mode) == 0o600
-
-
-async def test_an_audit_log_that_was_moved_away_is_made_again(make_client, tmp_path):
-    log = tmp_path / "audit.jsonl"
-    client = make_client(audit_log=log)
-    await client.post("/pause")
-    log.rename(tmp_path / "audit.1")
-    await client.post("/resume")
-    assert "/resume" in log.read_text()
-    assert "/pause" in (tmp_path / "audit.1").read_text()
 
 
 def test_an_audit_log_that_cannot_be_written_stops_the_start(make_client, tmp_path):

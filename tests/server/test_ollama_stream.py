@@ -1,11 +1,9 @@
 """Streams of Ollama's API, byte for byte, and their agreement with the whole answer."""
 
-import asyncio
 import json
 import re
 from itertools import chain
 
-import httpx
 import pytest
 
 from mlx_parallm.errors import OverloadedError, StepFailedError
@@ -77,28 +75,6 @@ async def test_a_prompt(client, engine):
     assert fixed(await whole_text(client, GENERATE)) == response("I", ',"thinking":"H"', done(17)).rstrip("\n")
 
 
-async def test_the_limit_and_the_raw_prompt(client, engine):
-    engine.text = "AB"
-    got = await transcript(client, GENERATE, raw=True, options={"num_predict": 1})
-    assert got == response("A") + response("", end=done(1, "length", prompt=2))
-    assert bytes(engine.requests[0].prompts[0]) == b"hi"
-
-
-async def test_logprobs_come_with_the_text_of_their_tokens(client, engine):
-    engine.text = "ä"  # two tokens, of which the first one adds no text
-    lines = (await transcript(client, logprobs=True, top_logprobs=1)).splitlines()
-    assert [len(json.loads(line).get("logprobs", ())) for line in lines] == [2, 0]
-    first = {"token": "\ufffd", "logprob": -0.5, "bytes": [0xC3]}
-    assert json.loads(lines[0])["logprobs"][0] == {**first, "top_logprobs": [first]}
-
-
-async def test_a_call_in_pieces_is_one_line(client, engine):
-    """A format with tools is enforced, so calls come in pieces."""
-    engine.text = CALL + CALL
-    lines = (await transcript(client, tools=[NOW], format="json")).splitlines()
-    assert [line.count(WRITTEN_CALL) for line in lines] == [1, 1, 0]
-
-
 @pytest.mark.parametrize("path", [CHAT, GENERATE])
 @pytest.mark.parametrize(
     "text", ["Hi", "{think}Hm.{/think}Hi", CALL + CALL, f"{{think}}Hm.{{/think}}I look.{CALL} End"]
@@ -148,22 +124,3 @@ async def test_a_call_that_was_cut_off_has_what_is_complete(client, engine):
 async def test_failure_in_mid_stream_is_the_last_line(client, engine, error, text):
     engine.text, engine.fail_before, engine.error = "AB", 1, error
     assert await transcript(client) == message("A") + f'{{"error":"{text}"}}\n'
-
-
-async def test_a_silent_stream_sends_nothing(monkeypatch, engine, serving):
-    """Clients read every line as JSON, so there is none that keeps a silent stream open."""
-    monkeypatch.setattr("mlx_parallm.server.streams.PING_INTERVAL_S", 0.001)
-    engine.text, engine.pause_before = "AB", 1
-    asked = {"method": "POST", "url": CHAT, "json": {"messages": USER}}
-    async with (
-        serving() as server,
-        httpx.AsyncClient(base_url=server.url, timeout=30) as client,
-        client.stream(**asked) as response,
-    ):
-        lines = response.aiter_lines()
-        assert json.loads(await anext(lines))["message"]["content"] == "A"
-        await engine.paused.wait()
-        await asyncio.sleep(0.02)
-        engine.go_on.set()
-        rest = [json.loads(line) async for line in lines]
-    assert [line["done"] for line in rest] == [False, True]

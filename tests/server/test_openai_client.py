@@ -1,6 +1,5 @@
 """The openai client, unmodified, against a real uvicorn."""
 
-import asyncio
 import json
 from dataclasses import replace
 from typing import Literal
@@ -53,39 +52,6 @@ async def test_an_adapter_is_a_model(serving, engine, adapters):
         assert (await client.models.retrieve("math")).parent == MODEL
 
 
-async def test_a_conflict_is_not_retried(serving, adapters):
-    async with serving() as server, connect(server, max_retries=3) as client:
-        adapters.publish("math")
-        client._sleep_for_retry = lambda *_, **__: pytest.fail("retried")
-        with pytest.raises(openai.ConflictError):
-            await client.post("/adapters/rollback", body={"lora_name": "math"}, cast_to=object)
-
-
-async def test_streams(serving):
-    async with serving() as server, connect(server) as client:
-        stream = await client.completions.create(model=MODEL, prompt="x", stream=True)
-        assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hi ä!"
-        options = {"include_usage": True}
-        stream = await client.chat.completions.create(model=MODEL, messages=USER, stream=True, stream_options=options)
-        chunks = [chunk async for chunk in stream]
-        assert chunks[0].choices[0].delta.role == "assistant"
-        assert chunks[-2].choices[0].finish_reason == "stop"
-        assert (chunks[-1].choices, chunks[-1].usage.completion_tokens) == ([], 6)
-
-
-async def test_the_sync_client(serving):
-    """Whole and streamed, in a thread of its own."""
-
-    def ask(url):
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
-            whole = client.chat.completions.create(model=MODEL, messages=USER).choices[0].message.content
-            chunks = list(client.chat.completions.create(model=MODEL, messages=USER, stream=True))
-        return whole, "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-
-    async with serving() as server:
-        assert await asyncio.to_thread(ask, server.url) == ("Hi ä!", "Hi ä!")
-
-
 async def test_an_object_is_parsed(serving, engine):
     """A pydantic class goes out as a strict schema, which the engine is given as a grammar."""
     engine.text = '{"city": "Rome", "certain": true}'
@@ -114,13 +80,6 @@ async def test_a_tool_is_called(serving, engine):
         told = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"}
         answer = await client.chat.completions.create(**ask | {"messages": [*USER, message, told]})
         assert answer.choices[0].message.content == "Rain."
-
-
-async def test_the_stream_helper(serving):
-    async with serving() as server, connect(server) as client:
-        async with client.chat.completions.stream(model=MODEL, messages=USER) as stream:
-            final = await stream.get_final_completion()
-        assert final.choices[0].message.content == "Hi ä!"
 
 
 async def test_errors_become_the_clients_exceptions(serving):

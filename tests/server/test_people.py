@@ -1,9 +1,8 @@
 """`POST /v1/training/preference` and `GET /v1/training/report`: what training is given, and what is refused."""
 
 import pytest
-from server.asking import answered
+from server.asking import answered, refusal, refused
 
-from mlx_parallm.errors import QueueFullError
 from mlx_parallm.extras.people.service import Edit, FoundTrajectory
 
 PREFERENCE, REPORT = "/v1/training/preference", "/v1/training/report"
@@ -23,12 +22,6 @@ def drawn(training):
 
 async def sent(client, **body):
     return await answered(client, PREFERENCE, body)
-
-
-async def refused(client, fault, status, **body):
-    response = await client.post(PREFERENCE, json=body)
-    assert response.status_code == status, response.text
-    return fault(response)
 
 
 async def test_an_edited_answer_is_a_preference_and_its_text_is_ended(client, training, drawn):
@@ -89,46 +82,31 @@ async def test_a_prompt_may_be_given_in_every_form(client, training, prompt, ids
     ],
     ids=lambda value: str(value)[:60],
 )
-async def test_what_makes_no_edit_is_refused_by_name(client, training, fault, drawn, body, param):
-    error = await refused(client, fault, 400, **body)
+async def test_what_makes_no_edit_is_refused_by_name(client, training, drawn, body, param):
+    error = await refused(client, PREFERENCE, **body)
     assert error["param"] == param or "context" in error["message"]
     assert not training.edits
 
 
-async def test_control_tokens_in_a_text_are_refused(client, training, fault, drawn, monkeypatch):
-    tokenizer = client.app.state.services.models.first.tokenizer
-    encode = type(tokenizer).encode
-    monkeypatch.setattr(type(tokenizer), "encode", lambda self, text, *rest: [*encode(self, text, *rest), 256])
-    error = await refused(client, fault, 400, trajectory_id="a", correction="x")
-    assert "control token '<bos>'" in error["message"]
-    assert not training.edits
-
-
 @pytest.mark.parametrize("field", ["trajectory_id", "chosen_id", "rejected_id"])
-async def test_an_unknown_trajectory_is_refused_by_name(client, training, fault, drawn, field):
+async def test_an_unknown_trajectory_is_refused_by_name(client, training, drawn, field):
     other = {"trajectory_id": {"chosen": "x"}, "chosen_id": {"rejected_id": "a"}, "rejected_id": {"chosen": "x"}}
-    error = await refused(client, fault, 404, **{field: "nope", **other[field]})
+    error = await refused(client, PREFERENCE, 404, **{field: "nope", **other[field]})
     assert (error["code"], error["param"]) == ("trajectory_not_found", field)
     assert "nope" in error["message"]
     assert not training.edits
 
 
-async def test_an_answer_of_another_adapter_is_refused_by_name(client, training, fault, drawn):
-    error = await refused(client, fault, 409, chosen="x", rejected_id="foreign", lora_adapter="policy")
+async def test_an_answer_of_another_adapter_is_refused_by_name(client, training, drawn):
+    error = await refused(client, PREFERENCE, 409, chosen="x", rejected_id="foreign", lora_adapter="policy")
     assert (error["code"], error["param"]) == ("conflict", "rejected_id")
     assert "'math'" in error["message"]
     assert "'policy'" in error["message"]
-    error = await refused(client, fault, 409, chosen_id="a", rejected_id="foreign")
+    error = await refused(client, PREFERENCE, 409, chosen_id="a", rejected_id="foreign")
     assert error["param"] == "rejected_id"
-    error = await refused(client, fault, 404, prompt="x", correction="y", lora_adapter="nobody")
+    error = await refused(client, PREFERENCE, 404, prompt="x", correction="y", lora_adapter="nobody")
     assert (error["code"], error["param"]) == ("model_not_found", "lora_adapter")
     assert not training.edits
-
-
-async def test_too_many_that_wait_are_told_to_come_later(client, training, fault, drawn):
-    training.error = QueueFullError("16 of 16 trajectories wait")
-    error = await refused(client, fault, 503, trajectory_id="a", correction="x")
-    assert error["code"] == "training_queue_full"
 
 
 async def test_the_report_has_every_source(client):
@@ -147,9 +125,10 @@ async def test_the_report_has_every_source(client):
     assert (await client.get(REPORT, params={"lora_adapter": "nobody"})).status_code == 404
 
 
-async def test_an_update_may_name_what_it_learns_from(client, training, fault):
+async def test_an_update_may_name_what_it_learns_from(client, training):
     assert (await client.post("/v1/training/update", json={"signal": "corrections"})).status_code == 200
     assert training.calls[-1][-1] == "corrections"
     given = {"prompt_token_ids": [1], "completion_token_ids": [2], "reward": 1}
-    response = await client.post("/v1/training/update", json={"signal": "corrections", "trajectories": [given]})
-    assert (response.status_code, fault(response)["param"]) == (400, "signal")
+    await refusal(
+        client.post("/v1/training/update", json={"signal": "corrections", "trajectories": [given]}), 400, param="signal"
+    )

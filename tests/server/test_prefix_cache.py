@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from server.asking import refusal
 
 USER = [{"role": "user", "content": "x"}]
 BODIES = {
@@ -27,16 +28,12 @@ async def test_the_salt_reaches_the_engine(client, engine, path):
 
 @each_route
 @pytest.mark.parametrize("salt", ["", "x" * (LONGEST + 1), 5, ["salt"]])
-async def test_a_salt_that_is_no_short_text_is_refused(client, engine, fault, path, salt):
+async def test_a_salt_that_is_no_short_text_is_refused(client, engine, path, salt):
     body = json.dumps(BODIES[path] | {"cache_salt": salt})
-    response = await client.post(path, content=body, headers={"content-type": "application/json"})
-    assert (response.status_code, fault(response)["param"]) == (400, "cache_salt")
+    await refusal(
+        client.post(path, content=body, headers={"content-type": "application/json"}), 400, param="cache_salt"
+    )
     assert not engine.requests
-
-
-async def test_a_salt_may_be_a_secret(client, engine):
-    response = await client.post("/v1/completions", json={"prompt": "x", "cache_salt": "s3cret"})
-    assert "s3cret" not in response.text + repr(engine.requests)
 
 
 @each_route

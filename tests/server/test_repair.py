@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from server.asking import events_in
 from server.fakes import CARD, ByteTokenizer
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS, tool
 
@@ -100,11 +101,6 @@ def test_a_broken_call_is_read(family, kind, text):
 def test_nothing_is_repaired_if_that_is_off_or_the_text_was_cut(family, kind, text):
     for options in ({"repairs": False}, {"cut": True}):
         assert read([text], family=family, **options)[0] == []
-
-
-def test_a_raw_line_break_in_a_string_is_kept():
-    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Ro\nme"}}</tool_call>'
-    assert every_way(text) == ([(0, "quotes")], "", [("get_weather", {"city": "Ro\nme"})])
 
 
 def test_several_calls_of_which_some_are_broken():
@@ -208,11 +204,6 @@ async def chat(client, **body):
     return response
 
 
-def events(response):
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
-
-
 async def test_the_answer_names_the_call_and_a_metric_counts_it(make):
     client = make()
     (choice,) = (await chat(client)).json()["choices"]
@@ -225,7 +216,7 @@ async def test_the_answer_names_the_call_and_a_metric_counts_it(make):
 
 
 async def test_a_stream_names_the_call_in_its_last_chunk(make):
-    chunks = [chunk["choices"][0] for chunk in events(await chat(make(), stream=True))]
+    chunks = [chunk["choices"][0] for chunk in events_in(await chat(make(), stream=True))]
     assert "".join(chunk["delta"].get("content") or "" for chunk in chunks) == "I look."
     assert [call["function"]["name"] for chunk in chunks for call in chunk["delta"].get("tool_calls", ())] == [ROME[0]]
     assert [chunk.get("repaired_tool_calls") for chunk in chunks] == [None] * (len(chunks) - 1) + [REPAIRED]
@@ -249,7 +240,7 @@ async def test_other_apis_name_the_call(make, engine, path, body):
     if path == "/v1/messages":
         assert whole["stop_reason"] == "tool_use"
     if path != "/api/chat":
-        streamed = events(await client.post(path, json={**body, "stream": True}))
+        streamed = events_in(await client.post(path, json={**body, "stream": True}))
         ends = [event for event in streamed if event["type"] in ("message_delta", "response.completed")]
         (end,) = (event.get("response", event) for event in ends)
         assert end["repaired_tool_calls"] == [{"position": 0, "kind": "form"}]
@@ -271,9 +262,3 @@ async def test_what_may_be_trained_on_keeps_its_text(make, engine, config, body)
     (choice,) = (await chat(make(**config), **body)).json()["choices"]
     assert choice["message"]["content"] == engine.text
     assert "repaired_tool_calls" not in choice
-
-
-async def test_a_prompt_of_tokens_keeps_its_text(make, engine):
-    body = {"messages": USER, "tools": TOOLS, "tokens": [1, 2, 3]}
-    response = await make().post("/v1/chat/completions/tokens", json=body)
-    assert response.json()["choices"][0]["message"]["content"] == engine.text

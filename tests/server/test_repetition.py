@@ -1,9 +1,7 @@
 """An answer that repeats itself without end: who is asked to end it, and how each protocol says so."""
 
-import json
-
 import pytest
-from server.asking import post
+from server.asking import fault, post
 
 from mlx_parallm.core.requests import FinishReason, RepetitionLimits
 
@@ -22,11 +20,6 @@ FOR_TRAINERS = {
     "/inference/v1/generate": {"token_ids": [1, 2]},
     "/generate": {"prompts": ["ab"]},
 }
-OFF = {
-    "a rollout": {"traffic_class": "rollout"},
-    "a length": {"ignore_eos": True},
-    "off": {"repetition_detection": False},
-}
 
 
 async def limits(client, engine, path, **fields):
@@ -35,19 +28,13 @@ async def limits(client, engine, path, **fields):
     return engine.requests[-1].stopping.repetition
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_served_answers_are_watched(client, engine, path):
-    assert await limits(client, engine, path) == RepetitionLimits()
+WATCHED = [(path, {}, True) for path in BODIES] + [(path, {}, False) for path in FOR_TRAINERS]
+OFF = ({"traffic_class": "rollout"}, {"ignore_eos": True}, {"repetition_detection": False})
 
 
-@pytest.mark.parametrize("path", FOR_TRAINERS)
-async def test_routes_for_trainers_are_not(client, engine, path):
-    assert await limits(client, engine, path) is None
-
-
-@pytest.mark.parametrize("fields", OFF.values(), ids=OFF)
-async def test_what_turns_it_off(client, engine, fields):
-    assert await limits(client, engine, CHAT, **fields) is None
+@pytest.mark.parametrize(("path", "fields", "watched"), WATCHED + [(CHAT, fields, False) for fields in OFF])
+async def test_served_answers_are_watched_unless_that_is_off(client, engine, path, fields, watched):
+    assert await limits(client, engine, path, **fields) == (RepetitionLimits() if watched else None)
 
 
 async def test_collected_answers_are_watched_only_if_they_ask(client, engine):
@@ -81,7 +68,7 @@ async def test_limits_in_the_form_of_vllm(client, engine, path, within):
         (3, "repetition_detection"),
     ],
 )
-async def test_wrong_limits_are_refused(client, fault, value, param):
+async def test_wrong_limits_are_refused(client, value, param):
     response = await client.post(CHAT, json={"messages": USER, "repetition_detection": value})
     assert response.status_code == 400
     assert fault(response)["param"] == param
@@ -101,20 +88,25 @@ def client(thinking_client):
     return thinking_client
 
 
-def last_events(response):
-    """The objects of a stream."""
-    lines = (line.removeprefix("data: ") for line in response.text.splitlines())
-    return [json.loads(line) for line in lines if line.startswith("{")]
+REPETITION = '"finish_reason":"repetition"'
+SAID = {
+    COMPLETIONS: [],
+    CHAT: [],
+    "/inference/v1/generate": [],
+    MESSAGES: ['"stop_reason":"max_tokens"'],
+    RESPONSES: ['"status":"incomplete"', '"incomplete_details":{"reason":"max_output_tokens"}'],
+    "/api/chat": ['"done_reason":"length"'],
+    "/api/generate": ['"done_reason":"length"'],
+}
 
 
 @pytest.mark.usefixtures("loops")
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/inference/v1/generate"])
-async def test_openai(client, path):
-    body = {**BODIES.get(path, {}), **FOR_TRAINERS.get(path, {})}
-    (choice,) = (await post(client, path, **body))["choices"]
-    assert choice["finish_reason"] == "repetition"
-    events = last_events(await client.post(path, json={**body, "stream": True}))
-    assert [event["choices"][0]["finish_reason"] for event in events][-1] == "repetition"
+@pytest.mark.parametrize("path", SAID)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_api_says_so(client, path, stream):
+    """Beside what its own clients know."""
+    answer = await client.post(path, json={**BODIES.get(path, {}), **FOR_TRAINERS.get(path, {}), "stream": stream})
+    assert [part for part in [REPETITION, *SAID[path]] if part not in answer.text] == []
 
 
 async def test_a_call_that_repeats_itself_is_no_call_to_run(client, engine):
@@ -131,48 +123,8 @@ async def test_a_call_that_repeats_itself_is_no_call_to_run(client, engine):
 
 
 @pytest.mark.usefixtures("loops")
-async def test_messages(client):
-    whole = await post(client, MESSAGES, **BODIES[MESSAGES])
-    assert (whole["stop_reason"], whole["finish_reason"]) == ("max_tokens", "repetition")
-    events = last_events(await client.post(MESSAGES, json={**BODIES[MESSAGES], "stream": True}))
-    (end,) = [event["delta"] for event in events if event["type"] == "message_delta"]
-    assert end == {"stop_reason": "max_tokens", "stop_sequence": None, "finish_reason": "repetition"}
-
-
-@pytest.mark.usefixtures("loops")
-async def test_responses(client):
-    whole = await post(client, RESPONSES, input="hi")
-    events = last_events(await client.post(RESPONSES, json={"input": "hi", "stream": True}))
-    assert events[-1]["type"] == "response.incomplete"
-    for response in (whole, events[-1]["response"]):
-        assert (response["status"], response["finish_reason"]) == ("incomplete", "repetition")
-        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
-        assert response["output"][-1]["status"] == "incomplete"
-
-
-@pytest.mark.usefixtures("loops")
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-async def test_ollama(client, path):
-    whole = await post(client, path, **BODIES[path], stream=False)
-    *_, last = last_events(await client.post(path, json=BODIES[path]))
-    for answer in (whole, last):
-        assert (answer["done_reason"], answer["finish_reason"]) == ("length", "repetition")
-
-
-@pytest.mark.usefixtures("loops")
 async def test_generate(client):
     vllm = {"prompt": {"prompt_token_ids": [97, 98]}, "logprobs": 0}
     assert (await post(client, "/generate", **vllm))["finish_reasons"] == ["repetition"]
     sglang = await post(client, "/generate", input_ids=[97, 98])
     assert sglang["meta_info"]["finish_reason"] == {"type": "length", "length": 8, "finish_reason": "repetition"}
-
-
-async def test_other_answers_do_not_have_the_field(client):
-    for path in (RESPONSES, MESSAGES, "/api/chat"):
-        assert "finish_reason" not in await post(client, path, **BODIES[path], **({"stream": False}))
-
-
-@pytest.mark.usefixtures("loops")
-async def test_it_is_counted(client, metric):
-    await post(client, CHAT, messages=USER, n=2)
-    assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="repetition"}') == 2

@@ -2,19 +2,15 @@
 
 import pytest
 from openai.types.responses import Response
+from server.asking import answered, fault
 
 URL = "/v1/responses"
 
 
 async def respond(client, **body):
-    response = await client.post(URL, json={"input": "hi", **body})
-    assert response.status_code == 200, response.text
-    Response.model_validate(response.json())
-    return response.json()
-
-
-def prompt_text(engine):
-    return bytes(engine.requests[-1].prompts[0]).decode()
+    answer = await answered(client, URL, {"input": "hi", **body})
+    Response.model_validate(answer)
+    return answer
 
 
 async def test_the_whole_response(client, engine):
@@ -96,7 +92,7 @@ async def test_the_whole_response(client, engine):
 )
 async def test_items_are_rendered_by_the_template(client, engine, fields, rendered):
     await respond(client, **fields)
-    assert prompt_text(engine) == rendered
+    assert engine.prompt_text == rendered
 
 
 async def test_options_reach_the_engine(client, engine):
@@ -111,7 +107,7 @@ async def test_options_reach_the_engine(client, engine):
     request = engine.requests[0]
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.seed) == (0.5, 0.9, 7)
     assert (request.stopping.max_tokens, request.n) == (20, 1)
-    assert prompt_text(engine) == "u:hi\nenable_thinking=False\na:"
+    assert engine.prompt_text == "u:hi\nenable_thinking=False\na:"
     assert (got["temperature"], got["top_p"], got["max_output_tokens"]) == (0.5, 0.9, 20)
 
 
@@ -126,21 +122,6 @@ async def test_an_empty_answer_is_an_empty_message(client, engine):
     engine.text, engine.silent_end = "$", True
     (message,) = (await respond(client))["output"]
     assert message["content"] == [{"type": "output_text", "text": "", "annotations": []}]
-
-
-async def test_an_adapter(client, engine, adapters):
-    math = adapters.publish("math")
-    for fields in ({"model": "math"}, {"lora_adapter": "math@1"}):
-        got = await respond(client, **fields)
-        assert (got["model"], got["lora_adapter"]) == ("math", "math@1")
-        assert engine.requests[-1].adapter == math
-
-
-async def test_collected(client, engine):
-    collected = {"collect_trajectory": True, "scoring_function": "exact", "metadata": {"answer": {"deep": 1}}}
-    got = await respond(client, **collected)
-    assert (got["trajectory_ids"], got["metadata"]) == (["traj-0"], {})
-    assert engine.requests[0].collection.metadata == {"answer": {"deep": 1}}
 
 
 @pytest.mark.parametrize(
@@ -222,29 +203,9 @@ REFUSED = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=str)
-async def test_errors_name_the_field_that_was_sent(client, engine, fault, fields, param, stream):
+async def test_errors_name_the_field_that_was_sent(client, engine, fields, param, stream):
     response = await client.post(URL, json={"input": "hi", **fields, "stream": stream})
     error = fault(response)
     assert (response.status_code, error["param"]) == (400, param)
     assert not any(name in error["message"] for name in ("messages[", "max_completion_tokens", "response_format"))
     assert not engine.requests
-
-
-async def test_the_context_is_bounded(client, fault):
-    response = await client.post(URL, json={"input": "x" * 70, "max_output_tokens": 5})
-    error = fault(response)
-    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
-    assert "max_tokens" not in error["message"]
-
-
-async def test_unknown_models(client, fault):
-    for fields in ({"model": "other"}, {"lora_adapter": "other"}):
-        response = await client.post(URL, json={"input": "hi", **fields})
-        error = fault(response)
-        assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", next(iter(fields)))
-
-
-async def test_an_engine_failure_has_an_error_status(client, engine, fault):
-    engine.fail_before, engine.error = 1, RuntimeError("secret")
-    response = await client.post(URL, json={"input": "hi"})
-    assert (response.status_code, fault(response)["code"]) == (500, "internal_error")

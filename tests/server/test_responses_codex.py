@@ -7,11 +7,10 @@ from dataclasses import replace
 import httpx
 import pytest
 from openai.types.responses import Response
-from server.fakes import CARD
+from server.asking import answered, refusal
+from server.fakes import CARD, RecordingTokenizer
 from server.test_responses_stream import assert_sums_up, events_of, said
-from server.test_responses_tools import RecordingTokenizer
 
-from mlx_parallm.errors import ContextLengthError
 from mlx_parallm.server import streams
 from mlx_parallm.server.api.responses.output import InputText
 
@@ -58,10 +57,9 @@ def client(make_client, tokenizer):
 
 
 async def respond(client, **fields):
-    response = await client.post(URL, json=TURN | fields)
-    assert response.status_code == 200, response.text
-    Response.model_validate(response.json())
-    return response.json()
+    answer = await answered(client, URL, TURN | fields)
+    Response.model_validate(answer)
+    return answer
 
 
 async def test_tools_that_only_other_servers_run_are_left_out_and_named(client, tokenizer):
@@ -73,14 +71,6 @@ async def test_tools_that_only_other_servers_run_are_left_out_and_named(client, 
     assert shown[1] == {**shown[0], "name": "agents__now"}
     text = {"type": "string", "description": "A text of this grammar:\nstart: /.+/"}
     assert shown[2]["parameters"] == {"type": "object", "properties": {"input": text}, "required": ["input"]}
-
-
-async def test_messages_of_the_developer_need_no_instructions(client, tokenizer):
-    await respond(client)
-    assert list(tokenizer.given[0]) == [
-        {"role": "system", "content": "Edit."},
-        {"role": "user", "content": "Go on."},
-    ]
 
 
 async def test_a_function_of_a_namespace_is_answered_with_both_names(client, engine, tokenizer):
@@ -152,10 +142,9 @@ def test_other_arguments_of_a_custom_tool_are_the_text():
     ],
     ids=str,
 )  # fmt: skip
-async def test_an_error_names_the_tool_as_it_was_sent(client, fault, tool, param):
+async def test_an_error_names_the_tool_as_it_was_sent(client, tool, param):
     body = {**TURN, "tools": [SEARCH, NOW, AGENTS, PATCH, tool], "tool_choice": "required"}
-    response = await client.post(URL, json=body)
-    assert (response.status_code, fault(response)["param"]) == (400, param)
+    await refusal(client.post(URL, json=body), 400, param=param)
 
 
 async def test_a_stream_is_kept_open_by_events(serving, engine, monkeypatch):
@@ -176,32 +165,10 @@ async def test_a_stream_is_kept_open_by_events(serving, engine, monkeypatch):
     assert ": ping" not in text
 
 
-async def test_a_conversation_that_is_too_long_has_the_code_that_clients_know(client, engine):
-    engine.fail_before, engine.error = 0, ContextLengthError("too long")
-    text = (await client.post(URL, json={"input": "hi", "stream": True})).text
-    *_, event, data = text.rstrip("\n").split("\n")
-    assert event == "event: response.failed"
-    error = json.loads(data.removeprefix("data: "))["response"]["error"]
-    assert error == {"code": "context_length_exceeded", "message": "too long"}
-
-
-async def test_an_empty_conversation_loads_the_model(client, engine, fault):
+async def test_an_empty_conversation_loads_the_model(client, engine):
     response = await client.post(URL, json={"input": []})
     got = response.json()
     Response.model_validate(got)
     assert (got["status"], got["output"], got["usage"]["total_tokens"]) == ("completed", [], 0)
     assert not engine.requests
-    unknown = await client.post(URL, json={"input": [], "model": "nobody"})
-    assert (unknown.status_code, fault(unknown)["code"]) == (404, "model_not_found")
-
-
-async def test_the_fields_of_an_empty_conversation_are_checked(client):
-    response = await client.post("/v1/responses", json={"input": [], "metadata": {"": None}})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "metadata"
-
-
-async def test_an_empty_turn_continues_a_conversation(client, tokenizer):
-    first = await respond(client, store=True)
-    await respond(client, input=[], previous_response_id=first["id"], store=False)
-    assert [turn["role"] for turn in tokenizer.given[0]] == ["system", "user", "assistant"]
+    await refusal(client.post(URL, json={"input": [], "model": "nobody"}), 404, code="model_not_found")

@@ -6,7 +6,6 @@ import re
 import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
-from server.fakes import FakeEngine
 
 from mlx_parallm.errors import GrammarError, StepFailedError
 
@@ -85,13 +84,6 @@ async def test_a_message(client, engine):
     )
 
 
-async def test_a_message_that_is_cut_off(client):
-    events = events_of(await transcript(client, max_output_tokens=1))
-    assert [event["type"].removeprefix("response.") for event in events[-2:]] == ["output_item.done", "incomplete"]
-    assert events[-2]["item"]["status"] == "incomplete"
-    assert events[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-
-
 @pytest.mark.parametrize(
     "fields",
     [{}, {"max_output_tokens": 2}, {"collect_trajectory": True}, {"instructions": "x", "store": False}],
@@ -145,10 +137,3 @@ async def test_failure_in_mid_stream_is_the_last_event(client, engine, error, co
     assert failed["response"]["error"] == {"code": code, "message": message}
     gone = await client.get(f"{URL}/{failed['response']['id']}")
     assert gone.status_code == 404
-
-
-async def test_a_request_that_outlives_the_shutdown_limit_fails(client, engine: FakeEngine):
-    engine.pause_before = 2
-    client.app.state.services.lifecycle.expired.set()
-    events = events_of(await transcript(client))
-    assert events[-1]["response"]["error"]["message"] == "The server is shutting down."

@@ -14,7 +14,6 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server.address import bind
-from mlx_parallm.server.run import serve
 
 pytestmark = pytest.mark.ci
 
@@ -72,53 +71,11 @@ def test_small_answers_are_not_held_back():
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
-async def test_requests_that_outlast_the_drain_end_with_an_error(serving, engine):
-    engine.pause_before = 2
-    async with serving(shutdown_timeout=0.5) as server, httpx.AsyncClient(base_url=server.url) as client:
-        async with client.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as stream:
-            lines = aiter(stream.aiter_lines())
-            await anext(lines)
-            server.uvicorn.handle_exit(signal.SIGTERM, None)
-            assert (await client.get("/ready")).status_code == 503
-            rest = [line async for line in lines]
-        assert json.loads(rest[-4].removeprefix("data: "))["error"]["code"] == "draining"
-        assert rest[-2] == "data: [DONE]"
-        await asyncio.wait_for(asyncio.shield(server.stopped), PATIENCE_S)
-        assert server.uvicorn.exit_code == 0
-
-
-async def test_an_engine_that_is_dead_ends_the_server_with_an_error(engine, make_client):
-    engine.state["alive"] = False
-    assert await serve(make_client(port=0).app, lambda port: None) == 1
-
-
 async def test_an_engine_that_dies_later_stops_the_server(serving, engine):
     async with serving() as server:
         engine.state["alive"] = False
         await asyncio.wait_for(asyncio.shield(server.stopped), PATIENCE_S)
         assert server.uvicorn.exit_code == 1
-
-
-async def test_idle_servers_stop_at_once(serving):
-    async with serving(shutdown_timeout=60) as server:
-        server.uvicorn.handle_exit(signal.SIGTERM, None)
-        await asyncio.wait_for(asyncio.shield(server.stopped), PATIENCE_S)
-        assert server.uvicorn.exit_code == 0
-
-
-async def test_the_drain_waits_for_a_change_of_adapters(serving, adapters):
-    adapters.hold = True
-    async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
-        body = {"lora_name": "new", "lora_path": "x"}
-        request = asyncio.create_task(client.post("/v1/load_lora_adapter", json=body))
-        await adapters.held.wait()
-        server.uvicorn.handle_exit(signal.SIGTERM, None)
-        await asyncio.sleep(0.3)
-        assert (await client.get("/ready")).status_code == 503
-        assert not request.done()
-        adapters.resume.set()
-        assert (await asyncio.wait_for(request, PATIENCE_S)).json()["lora_adapter"] == "new@1"
-        await asyncio.wait_for(asyncio.shield(server.stopped), PATIENCE_S)
 
 
 async def test_a_second_signal_does_not_wait(serving, engine):
@@ -164,11 +121,6 @@ async def test_a_huge_body_is_answered_though_unread(serving):
         response = await client.post("/v1/completions", json={"prompt": "x" * 40_000_000})
         assert response.status_code == 413
         assert (await client.get("/health")).status_code == 200
-
-
-async def test_no_server_header(serving):
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
-        assert "server" not in (await client.get("/health")).headers
 
 
 async def test_the_connection_of_an_unforeseen_failure_says_that_it_closes(serving, monkeypatch):

@@ -1,16 +1,14 @@
 """`/v1/training/schedule`: how device time is shared, told and changed while the server runs."""
 
 import asyncio
-import json
 import math
 
-import httpx
 import pytest
+from server.asking import refused
 
 from mlx_parallm.core.device import MODE_SHARES, DeviceSchedule
 from mlx_parallm.core.requests import WorkClass
 from mlx_parallm.engine.figures import EngineStats
-from mlx_parallm.errors import EngineDeadError
 
 SCHEDULE = "/v1/training/schedule"
 RATIOS = {WorkClass.INFERENCE: 0.75, WorkClass.TRAINING: 0.25}
@@ -24,17 +22,6 @@ def told(mode="inference_and_training", share=0.12, stall=500.0, inference=0.7, 
         "priority_ratios": {"inference": inference, "training": training},
         "measured": {"training_share": 0.0, "largest_decode_gap_ms": 0.0},
     }
-
-
-async def refused(client, fault, body, status=400):
-    response = await client.post(SCHEDULE, content=json.dumps(body), headers={"content-type": "application/json"})
-    assert response.status_code == status, response.text
-    return fault(response)
-
-
-async def test_the_schedule_in_force(client):
-    response = await client.get(SCHEDULE)
-    assert (response.status_code, response.json()) == (200, told())
 
 
 async def test_what_was_measured(client, engine):
@@ -115,26 +102,14 @@ async def test_a_change_is_answered_with_what_is_in_force(client):
     ],
     ids=str,
 )
-async def test_bad_schedules_are_refused_by_name(client, engine, fault, body, param):
-    assert (await refused(client, fault, body))["param"] == param
+async def test_bad_schedules_are_refused_by_name(client, engine, body, param):
+    assert (await refused(client, SCHEDULE, **body))["param"] == param
     assert not engine.schedules
 
 
-async def test_ratios_may_be_off_by_rounding(client, engine):
-    body = {"priority_ratios": {"inference": 0.6, "training": 0.4 + 5e-7}}
-    assert (await client.post(SCHEDULE, json=body)).status_code == 200
-    assert engine.schedules
-
-
 @pytest.mark.parametrize(("mode", "route"), [("inference_only", "/v1/training/pause"), ("training_only", "/sleep")])
-async def test_modes_that_are_none_here_say_where_to_go(client, fault, mode, route):
-    assert route in (await refused(client, fault, {"mode": mode}))["message"]
-
-
-async def test_an_empty_change_says_what_may_be_sent(client, fault):
-    message = (await refused(client, fault, {}))["message"]
-    for name in ("mode", "training_time_share", "max_decode_stall_ms", "priority_ratios"):
-        assert name in message
+async def test_modes_that_are_none_here_say_where_to_go(client, mode, route):
+    assert route in (await refused(client, SCHEDULE, mode=mode))["message"]
 
 
 async def test_changes_that_meet_are_both_made(client, engine):
@@ -150,39 +125,3 @@ async def test_changes_that_meet_are_both_made(client, engine):
     assert [answer.status_code for answer in await asyncio.gather(*changes)] == [200, 200]
     final = (await client.get(SCHEDULE)).json()
     assert (final["training_time_share"], final["max_decode_stall_ms"]) == (0.25, 70)
-
-
-async def test_a_client_that_leaves_stops_no_change(client, engine):
-    engine.hold_calls = True
-    request = asyncio.create_task(client.post(SCHEDULE, json={"mode": "training_priority"}))
-    await engine.called.wait()
-    request.cancel()
-    await asyncio.wait([request])
-    engine.let_go.set()
-    while client.app.state.services.lifecycle.working:
-        await asyncio.sleep(0)
-    assert engine.schedules == [DeviceSchedule(training_time_share=0.5)]
-
-
-async def test_a_change_that_failed_does_not_block_the_next(client, engine, fault):
-    engine.call_error = EngineDeadError("/home/me")
-    assert (await refused(client, fault, {"mode": "training_priority"}, 503))["code"] == "engine_dead"
-    engine.call_error = None
-    assert (await client.post(SCHEDULE, json={"mode": "training_priority"})).status_code == 200
-
-
-async def test_nothing_changes_while_draining(client, engine, fault):
-    client.app.state.services.lifecycle.begin_drain()
-    assert (await refused(client, fault, {"mode": "training_priority"}, 503))["code"] == "draining"
-    assert not engine.schedules
-    assert (await client.get(SCHEDULE)).status_code == 200
-
-
-async def test_requests_go_on_while_the_schedule_changes(serving, engine):
-    engine.pause_before = 2
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
-        request = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x"}))
-        await engine.paused.wait()
-        assert (await client.post(SCHEDULE, json={"mode": "training_priority"})).json()["mode"] == "training_priority"
-        engine.go_on.set()
-        assert (await request).status_code == 200

@@ -6,6 +6,7 @@ import asyncio
 import re
 
 import pytest
+from server.asking import fault, refusal
 
 from mlx_parallm.core.machine import MachineState, Relief
 
@@ -34,7 +35,7 @@ def refused(response) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", OPENAI)
-async def test_requests_are_refused_as_openai_does(client, engine, fault, short, path, stream):
+async def test_requests_are_refused_as_openai_does(client, engine, short, path, stream):
     streams = {"stream": True} if stream and path.startswith(("/v1/c", "/v1/r")) else {}
     response = await client.post(path, json={**OPENAI[path], **streams})
     refused(response)
@@ -72,9 +73,8 @@ async def test_a_request_that_runs_already_is_not_ended(client, engine):
     assert (await request).status_code == 200
 
 
-async def test_probes_metrics_and_the_dashboard_say_so(client, fault, short):
-    ready = await client.get("/ready")
-    assert (ready.status_code, fault(ready)["code"]) == (503, "memory_pressure")
+async def test_probes_metrics_and_the_dashboard_say_so(client, short):
+    await refusal(client.get("/ready"), 503, code="memory_pressure")
     notice = (
         "Memory is short (the system's memory pressure is critical): no cached prefixes are kept, training waits, and "
         "new requests are refused."
@@ -86,8 +86,3 @@ async def test_probes_metrics_and_the_dashboard_say_so(client, fault, short):
     footprint = re.search(r"^mlx_parallm_process_footprint_bytes (\S+)$", metrics, re.MULTILINE)
     assert float(footprint[1]) == 15 << 30
     assert "\nmlx_parallm_training_held 1.0\n" in metrics
-
-
-async def test_a_server_that_lacks_nothing_says_nothing(client):
-    assert (await client.get("/v1/stats")).json()["notices"] == []
-    assert (await client.get("/health")).json() == {"status": "ok"}

@@ -2,10 +2,8 @@
 
 import asyncio
 
-import httpx
 import pytest
-
-from mlx_parallm.errors import EngineDeadError
+from server.asking import fault, refusal
 
 BODIES = {
     "/v1/completions": {"prompt": "x"},
@@ -56,18 +54,9 @@ async def test_sleep_and_wake(client, engine):
         assert (await client.post(path, json=body)).status_code == 200
 
 
-async def test_waking_what_is_awake_and_sleeping_twice(client, engine):
-    woken = await client.post("/wake_up")
-    assert (woken.status_code, woken.json()) == (200, AWAKE)
-    assert engine.slept == 0
-    for _ in range(2):
-        assert (await client.post("/sleep")).json() == ASLEEP
-    assert (await client.post("/wake_up")).json() == AWAKE
-
-
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", BODIES)
-async def test_asleep_nothing_samples(client, engine, adapters, fault, path, stream):
+async def test_asleep_nothing_samples(client, engine, adapters, path, stream):
     await client.post("/sleep")
     for fields in ({}, {"collect_trajectory": True}):
         response = await client.post(path, json={**BODIES[path], **fields, "stream": stream})
@@ -80,7 +69,7 @@ async def test_asleep_nothing_samples(client, engine, adapters, fault, path, str
     assert not adapters.asked
 
 
-async def test_asleep_the_rest_goes_on(client, fault):
+async def test_asleep_the_rest_goes_on(client):
     await client.post("/sleep")
     assert (await client.get("/health")).status_code == 200
     ready = await client.get("/ready")
@@ -96,7 +85,7 @@ async def test_asleep_the_rest_goes_on(client, fault):
     assert (await client.get("/ready")).status_code == 200
 
 
-async def test_sleep_waits_for_requests_under_way_and_takes_no_more(client, engine, fault):
+async def test_sleep_waits_for_requests_under_way_and_takes_no_more(client, engine):
     request = await running(client, engine)
     sleep = await falling(client)
     refused = await client.post("/v1/completions", json={"prompt": "x"})
@@ -106,14 +95,6 @@ async def test_sleep_waits_for_requests_under_way_and_takes_no_more(client, engi
     assert (await request).status_code == 200
     assert (await sleep).json() == ASLEEP
     assert (engine.slept, len(engine.requests)) == (1, 1)
-
-
-async def test_sleep_waits_for_a_request_that_the_engine_has_not_seen(client, engine):
-    with client.app.state.services.gate.reserve(1):
-        sleep = await falling(client)
-        assert engine.slept == 0
-    assert (await sleep).json() == ASLEEP
-    assert engine.slept == 1
 
 
 async def test_woken_before_it_slept_it_gives_nothing_back(client, engine):
@@ -128,38 +109,10 @@ async def test_woken_before_it_slept_it_gives_nothing_back(client, engine):
     assert engine.slept == 1
 
 
-async def test_a_client_that_leaves_stops_no_sleep(client, engine):
-    request = await running(client, engine)
-    sleep = await falling(client)
-    sleep.cancel()
-    await asyncio.wait([sleep])
-    assert client.app.state.services.lifecycle.working
-    engine.go_on.set()
-    await request
-    while client.app.state.services.lifecycle.working:
-        await asyncio.sleep(0.01)
-    assert (engine.slept, await is_sleeping(client)) == (1, ASLEEP)
-
-
-@pytest.mark.parametrize("level", ["0", "3", "-1", "x", "1.5", ""])
-async def test_there_is_no_other_level(client, engine, fault, level):
-    response = await client.post("/sleep", params={"level": level})
-    error = fault(response)
-    assert (response.status_code, error["param"]) == (400, "level")
-    assert not engine.called.is_set()
-    assert await is_sleeping(client) == AWAKE
-
-
 @pytest.mark.parametrize(("level", "banks"), [("1", 0), ("2", 1)])
 async def test_level_2_gives_the_bank_back_too(client, engine, level, banks):
     assert (await client.post("/sleep", params={"level": level})).json() == ASLEEP
     assert (engine.slept, engine.banks) == (1, banks)
-
-
-async def test_asleep_on_level_1_it_can_still_go_to_level_2(client, engine):
-    await client.post("/sleep")
-    assert (await client.post("/sleep?level=2")).json() == ASLEEP
-    assert (engine.slept, engine.banks) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -175,16 +128,15 @@ async def test_weights_never_sleep_so_waking_them_wakes_nothing(client, tags, sa
 @pytest.mark.parametrize(
     ("path", "param"), [("/sleep?mode=abort", "mode"), ("/wake_up?tags=bank", "0"), ("/wake_up?tag=kv_cache", "tag")]
 )
-async def test_what_is_not_known_is_refused_by_name(client, engine, fault, path, param):
+async def test_what_is_not_known_is_refused_by_name(client, engine, path, param):
     await client.post("/sleep")
     engine.called.clear()
-    response = await client.post(path)
-    assert (response.status_code, fault(response)["param"]) == (400, param)
+    await refusal(client.post(path), 400, param=param)
     assert not engine.called.is_set()
     assert await is_sleeping(client) == ASLEEP
 
 
-async def test_what_a_pause_holds_would_keep_it_awake_for_ever(client, engine, fault):
+async def test_what_a_pause_holds_would_keep_it_awake_for_ever(client, engine):
     request = await running(client, engine)
     await client.post("/pause?mode=keep")
     response = await client.post("/sleep")
@@ -194,49 +146,3 @@ async def test_what_a_pause_holds_would_keep_it_awake_for_ever(client, engine, f
     engine.go_on.set()
     await request
     assert (await client.post("/sleep")).json() == ASLEEP, "a pause alone does not matter"
-
-
-async def test_a_sleep_that_fails_is_told(client, engine, fault):
-    engine.call_error = EngineDeadError("/home/me")
-    response = await client.post("/sleep")
-    assert (response.status_code, fault(response)["code"]) == (503, "engine_dead")
-    assert "/home" not in response.text
-    engine.call_error = None
-    assert (await client.post("/sleep")).json() == ASLEEP
-
-
-async def test_draining_begins_no_sleep(client, engine, fault):
-    client.app.state.services.lifecycle.begin_drain()
-    response = await client.post("/sleep")
-    assert (response.status_code, fault(response)["code"]) == (503, "draining")
-    assert not engine.called.is_set()
-    assert await is_sleeping(client) == AWAKE
-
-
-async def test_the_drain_waits_for_a_sleep_and_says_that_it_drains(serving, engine, fault):
-    engine.hold_calls = True
-    async with serving(shutdown_timeout=60) as server, httpx.AsyncClient(base_url=server.url) as client:
-        sleep = asyncio.create_task(client.post("/sleep"))
-        await engine.called.wait()
-        server.uvicorn.begin_drain()
-        assert fault(await client.get("/ready"))["code"] == "draining"
-        engine.let_go.set()
-        assert (await asyncio.wait_for(sleep, 30)).json() == ASLEEP
-        await asyncio.wait_for(asyncio.shield(server.stopped), 30)
-
-
-async def test_an_openai_clients_user_is_told_at_once(serving, metric):
-    openai = pytest.importorskip("openai")
-    async with serving() as server, httpx.AsyncClient(base_url=server.url) as client:
-        await client.post("/sleep")
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as user:
-            with pytest.raises(openai.InternalServerError, match="/wake_up"):
-                await user.completions.create(model="base", prompt="x")
-        assert await metric(client, 'mlx_parallm_http_responses_total{status="503"}') == 1
-
-
-async def test_a_key_guards_sleep(make_client, engine):
-    client = make_client(api_key="secret")
-    for method, path in (("POST", "/sleep"), ("POST", "/wake_up"), ("GET", "/is_sleeping")):
-        assert (await client.request(method, path)).status_code == 401
-    assert not engine.called.is_set()

@@ -3,7 +3,6 @@
 import json
 import random
 import re
-from dataclasses import replace
 
 import pytest
 from tool_families import ASKED, ENDINGS, FAMILIES, OTHER_TEXTS, TEXTS, TOOLS
@@ -110,21 +109,10 @@ def test_text_that_only_looks_like_a_call_stays_text_when_cut_off(text):
     assert split([text], cut=True, **tools()) == ("", text, [])
 
 
-def test_a_call_that_lacks_only_its_end_mark_is_complete():
-    for end in range(len(CALL) - len("</tool_call>"), len(CALL)):
-        said = parts_of(list(CALL[:end]), cut=True, **tools())
-        assert [call.complete for call in said.calls] == [True]
-
-
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mistral", "mistral_list", "openai"}))
 def test_several_calls_and_text_between(name):
     text = f"One.\n{TEXTS[name]}\n{TEXTS[name]} Two.\n"
     assert every_way(text, **tools(FAMILIES[name])) == ("", "One.Two.\n", [ASKED, ASKED])
-
-
-def test_mistral_has_no_end_mark():
-    several = TEXTS["mistral"] * 2
-    assert every_way(several, **tools(FAMILIES["mistral"])) == ("", "", [ASKED, ASKED])
 
 
 def test_text_after_the_last_allowed_call_is_dropped():
@@ -148,18 +136,9 @@ def test_text_that_is_not_a_call_is_unchanged(text):
     assert every_way(text, **tools(), reasoning=THINK) == ("", text, [])
 
 
-def test_a_call_after_garbage_is_still_a_call():
-    assert every_way(f"<tool_call>x</tool_call>{CALL}", **tools()) == ("", "<tool_call>x</tool_call>", [ASKED])
-
-
 def test_an_end_mark_inside_a_value_does_not_end_the_call():
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "\\"</tool_call>"}}</tool_call>'
     assert every_way(text, **tools()) == ("", "", [("get_weather", {"city": '"</tool_call>'})])
-
-
-def test_without_tools_a_call_is_text():
-    assert every_way(CALL) == ("", CALL, [])
-    assert every_way(CALL, reasoning=THINK) == ("", CALL, [])
 
 
 @pytest.mark.parametrize(
@@ -211,17 +190,6 @@ def test_text_is_returned_as_soon_as_possible():
     assert join_parts(plain.feed(" <tool_")).text == " <tool_"
 
 
-def test_text_that_a_parser_fails_on_stays_text():
-    broken = replace(HERMES, parser=lambda text, tools: text.nowhere)
-    assert every_way(CALL, **tools(broken)) == ("", CALL, [])
-
-
-@pytest.mark.parametrize(("name", "beginning"), OTHER_TEXTS)
-def test_a_call_in_another_form_of_its_family(name, beginning):
-    text = beginning + json.dumps(ASKED[1], ensure_ascii=False) + ENDINGS.get(name, "")
-    assert every_way(text, **tools(FAMILIES[name])) == ("", "", [ASKED])
-
-
 HARMONY = {"reasoning": REASONINGS["openai_gptoss"], **tools(FAMILIES["openai"])}
 
 
@@ -269,10 +237,7 @@ def test_an_object_that_is_no_call_is_text(text):
     assert every_way(text, **tools(FAMILIES["llama3_json"])) == ("", text, [])
 
 
-def test_no_mark_begins_with_another():
-    for reasoning in (None, *REASONINGS.values()):
-        for family in FAMILIES.values():
-            marks = Splitter(AnswerSyntax(reasoning=reasoning, calls=family))._marks()
-            assert not [
-                (one, other) for one in set(marks) for other in set(marks) if one != other and other.startswith(one)
-            ]
+@pytest.mark.parametrize(("name", "beginning"), OTHER_TEXTS)
+def test_a_call_in_another_form_of_its_family(name, beginning):
+    text = beginning + json.dumps(ASKED[1], ensure_ascii=False) + ENDINGS.get(name, "")
+    assert every_way(text, **tools(FAMILIES[name])) == ("", "", [ASKED])

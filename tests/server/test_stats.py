@@ -1,15 +1,14 @@
 """`/v1/stats`: what the dashboard asks for every second."""
 
-import asyncio
 import time
 from collections import Counter
 
 import pytest
+from server.asking import refusal
 from server.keys import key_file
 
 from mlx_parallm.engine.figures import NO_TIME, DeviceSeconds, EngineStats
-from mlx_parallm.server.metrics import KEPT_INTERVALS, MOST_VALUES, WINDOW_S, History, RecentGrowth, RecentValues
-from mlx_parallm.server.run import DrainingServer
+from mlx_parallm.server.metrics import MOST_VALUES, WINDOW_S, History, RecentGrowth, RecentValues
 
 ASK = {"prompt": "x", "max_tokens": 4}
 
@@ -30,25 +29,6 @@ def test_an_interval_is_what_happened_between_two_snapshots():
     assert (interval.decode, interval.prefill, interval.training, interval.other) == (0.5, 0.25, 0.0, 0.0)
     assert (interval.generated_tokens, interval.prompt_tokens) == (20, 1)
     assert (interval.running, interval.waiting) == (2, 1)
-
-
-def test_a_unit_longer_than_a_second_makes_a_longer_interval():
-    """The engine takes no snapshot inside a unit; the intervals still add up to the time that passed."""
-    history, at = History(), time.monotonic()
-    for taken_at in (at, at + 1, at + 1, at + 1, at + 4):
-        history.add(snapshot(taken_at))
-    assert [interval.seconds for interval in history.after(0)] == [pytest.approx(1), pytest.approx(3)]
-
-
-def test_only_later_intervals_are_sent_and_old_ones_are_forgotten():
-    history, at = History(), time.monotonic()
-    for second in range(KEPT_INTERVALS + 11):
-        history.add(snapshot(at + second))
-    last = KEPT_INTERVALS + 10
-    assert [interval.number for interval in history.after(0)] == list(range(11, last + 1))
-    assert [interval.number for interval in history.after(last - 2)] == [last - 1, last]
-    assert list(history.after(last)) == []
-    assert len(history.after(10**6)) == KEPT_INTERVALS, "the client has counted the intervals of an earlier start"
 
 
 def test_recent_values_are_those_of_the_last_minute():
@@ -85,14 +65,6 @@ async def test_latencies_are_of_the_requests_of_the_last_minute(client, engine):
         assert 0 <= values["p50"] <= values["p95"] <= values["p99"]
 
 
-@pytest.mark.parametrize(("count", "expected"), [(1, (1, 1, 1)), (2, (1, 2, 2)), (100, (50, 95, 99))])
-async def test_percentiles_are_the_smallest_values_that_reach_their_share(client, count, expected):
-    for value in range(count, 0, -1):
-        client.app.state.services.metrics.recent_first_token.add(float(value))
-    values = (await client.get("/v1/stats")).json()["latency"]["first_token"]
-    assert (values["p50"], values["p95"], values["p99"]) == expected
-
-
 async def test_memory_by_what_holds_it(client, engine):
     held = {"weights": 1, "rows": 2, "cached_prefixes": 3, "free_blocks": 4, "adapters": 5}
     engine.state["memory_bytes"] = held | {"optimizer": 6, "micro_step": 7}
@@ -120,19 +92,8 @@ async def test_intervals_after_the_last_one_that_the_client_has(client, engine):
 
 
 @pytest.mark.parametrize("after", ["-1", "x", "1e9", str(2**31)])
-async def test_a_bad_number_is_refused_by_name(client, fault, after):
-    answer = await client.get("/v1/stats", params={"after": after})
-    assert (answer.status_code, fault(answer)["param"]) == (400, "after")
-
-
-class TestWithoutTraining:
-    @pytest.fixture
-    def training(self):
-        return None
-
-    async def test_there_is_no_training(self, client):
-        stats = (await client.get("/v1/stats")).json()
-        assert (stats["training"], stats["mode"]) == (None, "inference_only")
+async def test_a_bad_number_is_refused_by_name(client, after):
+    await refusal(client.get("/v1/stats", params={"after": after}), 400, param="after")
 
 
 async def test_training_and_its_share(client):
@@ -157,14 +118,6 @@ async def test_the_states_of_the_server(client, engine):
     assert await state() == "dead"
 
 
-async def test_it_tells_a_key_its_role(make_client, tmp_path):
-    file, sent = key_file(tmp_path, me="inference")
-    client = make_client(keys_file=file)
-    assert (await client.get("/v1/stats")).status_code == 401
-    stats = (await client.get("/v1/stats", headers=sent["me"])).json()
-    assert stats["caller"] == {"name": "me", "role": "inference", "required": True}
-
-
 async def test_who_asks_for_how_much(make_client, tmp_path, engine, adapters):
     engine.text = "abcd"
     adapters.publish("tone")
@@ -187,29 +140,6 @@ async def test_who_asks_for_how_much(make_client, tmp_path, engine, adapters):
     assert every["adapters"] == [line("tone", 4), line("base", 1)]
     assert every["errors"] == {"400": 1}
     assert (await load("acme"))["keys"] == [line("acme", 3)], "names of other keys are for an admin key"
-
-
-async def test_a_server_without_keys_shows_the_load_by_adapter_only(client, engine):
-    engine.text = "abcd"
-    await client.post("/v1/completions", json=ASK)
-    load = (await client.get("/v1/stats")).json()["load"]
-    assert load == {
-        "keys": [],
-        "adapters": [{"name": "base", "running": 0, "requests": 1, "generated_tokens": 4}],
-        "errors": {},
-    }
-
-
-async def test_a_request_under_way_counts_as_long_as_it_is(client, engine):
-    engine.pause_before = 1
-    asking = asyncio.create_task(client.post("/v1/completions", json=ASK))
-    await engine.paused.wait()
-    (line,) = (await client.get("/v1/stats")).json()["load"]["adapters"]
-    assert (line["name"], line["running"], line["requests"]) == ("base", 1, 1)
-    engine.go_on.set()
-    await asking
-    (line,) = (await client.get("/v1/stats")).json()["load"]["adapters"]
-    assert line["running"] == 0
 
 
 def test_growth_is_that_of_the_last_minute():
@@ -240,13 +170,3 @@ async def test_its_own_command_is_not_for_every_role(make_client, tmp_path, monk
     client = make_client(keys_file=file)
     said = [(await client.get("/v1/stats", headers=sent[key])).json()["command"] for key in ("reader", "teacher")]
     assert said == ["", "uv run mlx_parallm_serve"], "paths are for keys that may name them"
-
-
-async def test_a_running_server_adds_an_interval_every_second(client, engine):
-    server = DrainingServer(client.app, lambda: None)
-    server.config.load()
-    for tick in range(1, 41):
-        engine.state["taken_at"] = tick / 10
-        assert await server.on_tick(tick) is False
-    intervals = client.app.state.services.metrics.history.after(0)
-    assert [interval.seconds for interval in intervals] == [pytest.approx(1)] * 3

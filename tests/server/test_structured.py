@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from server.asking import fault
 from walks import follows
 
 URLS = {
@@ -87,14 +88,14 @@ async def test_free_text_has_no_grammar(client, engine, fields):
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
 )  # fmt: skip
-async def test_invalid_fields_are_refused_by_name(client, engine, fault, fields, param):
+async def test_invalid_fields_are_refused_by_name(client, engine, fields, param):
     response = await client.post("/v1/completions", json={"prompt": "x", **fields})
     assert response.status_code == 400
     assert fault(response)["param"] == param
     assert engine.requests == []
 
 
-async def test_a_schema_too_deep_or_too_long_is_refused(client, fault):
+async def test_a_schema_too_deep_or_too_long_is_refused(client):
     deep = {}
     for _ in range(100):
         deep = {"not": deep}
@@ -103,9 +104,3 @@ async def test_a_schema_too_deep_or_too_long_is_refused(client, fault):
         response = await client.post("/v1/completions", json={"prompt": "x", "guided_json": schema})
         assert response.status_code == 400
         assert fault(response)["param"] == "guided_json"
-
-
-async def test_one_grammar_for_all_choices(client, engine):
-    grammar = await grammar_of(client, engine, {"guided_choice": ["a", "b"], "n": 2})
-    assert engine.requests[-1].n == 2
-    assert follows(grammar, "b")

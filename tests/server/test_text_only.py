@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from server.asking import fault
 
 TEXT = {"type": "text", "text": "What is this?"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
@@ -33,7 +34,7 @@ def user(*parts):
         ("/generate", {"input_ids": [1], "image_data": "AA=="}, "image_data", "image_data"),
     ],
 )
-async def test_what_is_no_text_is_refused_by_name(client, engine, fault, path, body, param, kind):
+async def test_what_is_no_text_is_refused_by_name(client, engine, path, body, param, kind):
     response = await client.post(path, json=body)
     assert response.status_code == 400
     error = fault(response)

@@ -3,15 +3,14 @@
 import json
 from dataclasses import replace
 
-import openai
 import pytest
-from server.fakes import CARD, ByteTokenizer
+from server.asking import fault
+from server.fakes import CARD, ByteTokenizer, RecordingTokenizer
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS, tool
 from walks import follows
 
 from mlx_parallm.core.text import Reasoning
 from mlx_parallm.model.tools.formats import HERMES
-from mlx_parallm.model.tools.thinking import REASONINGS
 
 URL = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -76,10 +75,6 @@ def without_ids(choices):
     return [{name: choice[name] for name in ("index", "message", "finish_reason")} for choice in choices]
 
 
-def prompt_text(engine):
-    return bytes(engine.requests[-1].prompts[0]).decode()
-
-
 async def test_a_call(client, engine):
     engine.text = CALL
     (choice,) = await ask(client)
@@ -124,12 +119,6 @@ async def test_finish_reasons_are_openais(client, engine, choice, reason):
     assert ("tool_calls" in whole["message"]) == (choice != "none")
 
 
-async def test_a_call_cut_off_by_the_token_limit_has_that_finish_reason(client, engine):
-    engine.text = f"{NOW}\n{CALL}"
-    (choice,) = await ask(client, max_tokens=len(NOW) + 20)
-    assert (choice["finish_reason"], len(choice["message"]["tool_calls"])) == ("length", 1)
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 async def test_a_call_that_is_cut_off_is_an_unfinished_call(make, engine, name):
     client = make(FAMILIES[name])
@@ -150,28 +139,10 @@ def unfinished(choice):
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
-async def test_a_stop_string_cuts_a_call_off_too(client, engine):
-    engine.text, engine.stop_reason = CALL[:-30], "x"
-    (whole,), (stream,) = await ask(client), await streamed(client)
-    assert (whole["finish_reason"], whole["message"]["content"]) == ("stop", None)
-    assert unfinished(whole) == unfinished(stream)
-    assert len(unfinished(whole)) == 1
-
-
 async def test_at_most_one_call(client, engine):
     engine.text = f"{CALL}\n{NOW}"
     (choice,) = await ask(client, parallel_tool_calls=False)
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get_weather"]
-
-
-async def test_logprobs_are_of_every_token(client, engine):
-    engine.text = NOW
-    (choice,) = await ask(client, logprobs=True)
-    assert bytes(entry["bytes"][0] for entry in choice["logprobs"]["content"]).decode() == NOW
-    response = await client.post(URL, json={"messages": USER, "tools": TOOLS, "stream": True, "logprobs": True})
-    chunks = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
-    told = [entry for chunk in chunks for entry in chunk["choices"][0]["logprobs"]["content"]]
-    assert told == choice["logprobs"]["content"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -201,11 +172,11 @@ async def test_only_the_allowed_tools_are_called(make, engine, name, mode):
     family = FAMILIES[name]
     client = make(family)
     await ask(client)
-    whole = prompt_text(engine)
+    whole = engine.prompt_text
     allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
     await ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
     grammar = engine.requests[-1].grammar
-    assert prompt_text(engine) == whole
+    assert engine.prompt_text == whole
     assert follows(grammar, written(family, "now"))
     assert not follows(grammar, written(family, "get_weather"))
     assert follows(grammar, "I would rather talk") is (mode == "auto")
@@ -230,9 +201,9 @@ async def test_auto_enforces_nothing_unless_a_tool_is_strict(client, engine):
 
 async def test_the_template_gets_the_tools_unless_none_may_be_called(client, engine):
     await ask(client)
-    assert "tools=" in prompt_text(engine)
+    assert "tools=" in engine.prompt_text
     await ask(client, tool_choice="none")
-    assert "tools=" not in prompt_text(engine)
+    assert "tools=" not in engine.prompt_text
     assert engine.requests[-1].grammar is None
 
 
@@ -247,35 +218,24 @@ async def test_tools_are_described_in_messages_if_the_template_has_none(make, en
         {"role": "tool", "tool_call_id": "c", "content": "one"},
     ]
     await ask(client, messages=turns)
-    system, _, rest = prompt_text(engine).partition("u:hi\n")
+    system, _, rest = engine.prompt_text.partition("u:hi\n")
     assert system.startswith("s:Be brief.\n\nYou can call functions.")
     assert all(json.dumps(each["function"]) in system for each in TOOLS)
     results = "".join(f"<tool_response>\n{said}\n</tool_response>\n" for said in ("noon", "one"))
     assert rest == f"a:{NOW}\n{NOW}\nu:{results}a:"
 
 
-async def test_calls_of_earlier_turns_reach_the_template_as_objects(client, engine):
-    made = []
-    tokenizer = ByteTokenizer.apply_chat_template
-
-    def watch(self, messages, *rest, **more):
-        made.extend(messages)
-        return tokenizer(self, messages, *rest, **more)
-
+async def test_calls_of_earlier_turns_reach_the_template_as_objects(make_client):
+    tokenizer = RecordingTokenizer()
     call = {"id": "c", "type": "function", "index": 0, "function": {"name": "now", "arguments": '{"a": 1}'}}
     odd = {"id": "d", "function": {"name": "now", "arguments": "not JSON"}}
-    turns = [
-        *USER,
-        {"role": "assistant", "tool_calls": [call, odd], "reasoning": "Hm."},
-        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "noon"}]},
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ByteTokenizer, "apply_chat_template", watch)
-        await ask(client, messages=turns)
-    said = made[1]
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "noon"}]}
+    turns = [*USER, {"role": "assistant", "tool_calls": [call, odd], "reasoning": "Hm."}, result]
+    await ask(make_client(tokenizer=tokenizer), messages=turns)
+    _, said, told = tokenizer.given[0]
     assert [each["function"]["arguments"] for each in said["tool_calls"]] == [{"a": 1}, "not JSON"]
     assert (said["content"], said["reasoning_content"]) == ("", "Hm.")
-    assert made[2] == {"role": "tool", "tool_call_id": "c", "content": "noon"}
+    assert told == {"role": "tool", "tool_call_id": "c", "content": "noon"}
 
 
 @pytest.mark.parametrize(
@@ -289,21 +249,13 @@ async def test_calls_of_earlier_turns_reach_the_template_as_objects(client, engi
         ('{"a": [-Infinity]}', '{"a": [-Infinity]}'),
     ],
 )
-async def test_arguments_of_earlier_calls_are_json_that_utf_8_can_carry(client, engine, sent, shown):
+async def test_arguments_of_earlier_calls_are_json_that_utf_8_can_carry(make_client, sent, shown):
     """Half of an emoji, which JavaScript writes as an escape, is no text. JSON has no infinite numbers."""
-    made = []
-    tokenizer = ByteTokenizer.apply_chat_template
-
-    def watch(self, messages, *rest, **more):
-        made.extend(messages)
-        return tokenizer(self, messages, *rest, **more)
-
+    tokenizer = RecordingTokenizer()
     call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": sent}}
     turns = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "x"}]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ByteTokenizer, "apply_chat_template", watch)
-        await ask(client, messages=turns)
-    assert made[1]["tool_calls"][0]["function"]["arguments"] == shown
+    await ask(make_client(tokenizer=tokenizer), messages=turns)
+    assert tokenizer.given[0][1]["tool_calls"][0]["function"]["arguments"] == shown
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -318,32 +270,6 @@ async def test_reasoning_is_a_field_of_its_own(make, engine, begun):
     assert without_ids([whole]) == without_ids([stream])
 
 
-async def test_harmony_streams_thinking_a_preamble_and_a_call(make, engine):
-    client = make(FAMILIES["openai"], REASONINGS["openai_gptoss"])
-    next_message = "<|end|><|start|>assistant"
-    engine.text = (
-        f"<|channel|>analysis<|message|>Hm.{next_message}<|channel|>commentary<|message|>I look.{next_message}"
-        + TEXTS["openai"]
-    )
-    whole = without_ids(await ask(client))
-    assert without_ids(await streamed(client)) == whole
-    (choice,) = whole
-    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", "I look.")
-    assert choice["message"]["reasoning_content"] == "Hm."
-    assert unfinished(choice) == [(ASKED[0], json.dumps(ASKED[1], ensure_ascii=False))]
-
-
-async def test_reasoning_alone_has_null_content(make, engine):
-    engine.text = "{think}Hm."
-    (choice,) = await ask(make(reasoning=THINK))
-    assert choice["message"] == {
-        "role": "assistant",
-        "content": None,
-        "reasoning_content": "Hm.",
-        "reasoning": "Hm.",
-    }
-
-
 @pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"tools": [], "guided_choice": ["yes"]}], ids=str)
 async def test_grammars_begin_after_the_reasoning(make, engine, fields):
     await ask(make(reasoning=THINK), **fields)
@@ -353,17 +279,6 @@ async def test_grammars_begin_after_the_reasoning(make, engine, fields):
     assert follows(grammar, f"{{think}} anything {{/think}}{right}")
     assert not follows(grammar, "{think} anything")
     assert not follows(grammar, "anything")
-
-
-async def test_the_openai_client_streams_calls(make, engine):
-    engine.text = f"{CALL}\n{NOW}"
-    http = make()
-    client = openai.AsyncOpenAI(base_url="http://localhost:8000/v1", api_key="unused", http_client=http, max_retries=0)
-    async with client.chat.completions.stream(model="tiny/byte-model", messages=USER, tools=list(TOOLS)) as stream:
-        final = await stream.get_final_completion()
-    (choice,) = final.choices
-    assert [call.function.name for call in choice.message.tool_calls] == ["get_weather", "now"]
-    assert choice.finish_reason == "tool_calls"
 
 
 FUNCTION = {"name": "f", "parameters": {"type": "object"}}
@@ -418,7 +333,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object"}}
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
 )  # fmt: skip
-async def test_invalid_tools_are_refused_by_name(client, engine, fault, fields, param):
+async def test_invalid_tools_are_refused_by_name(client, engine, fields, param):
     response = await client.post(URL, json={"messages": USER, "tools": TOOLS, **fields})
     assert response.status_code == 400, response.text
     assert fault(response)["param"] == param
@@ -427,35 +342,9 @@ async def test_invalid_tools_are_refused_by_name(client, engine, fault, fields, 
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.syntax is not None])
-async def test_what_no_call_can_follow_is_said_of_the_schema_alone(make, fault, name):
+async def test_what_no_call_can_follow_is_said_of_the_schema_alone(make, name):
     """Its grammar is the server's own."""
     bad = tool("f", properties={"a": {"type": "integer", "not": {"const": 1}}})
     body = {"messages": USER, "tool_choice": "required", "tools": [TOOLS[1], bad]}
     told = fault(await make(FAMILIES[name]).post(URL, json=body))["message"]
     assert told == 'tools[1].function.parameters: this tool call cannot be enforced: not supported: "not"'
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "instead"),
-    [
-        ({"functions": [FUNCTION]}, "functions", "tools"),
-        ({"function_call": {"name": "f"}}, "function_call", "tool_choice"),
-        (
-            {"messages": [*USER, {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}]},
-            "messages[1].function_call",
-            "tool_calls",
-        ),
-    ],
-)
-async def test_fields_of_before_tools_are_refused_with_those_that_took_their_place(
-    client, fault, fields, param, instead
-):
-    error = fault(await client.post(URL, json={"messages": USER, **fields}))
-    assert error["param"] == param
-    assert error["message"].endswith(f"not supported by this server; send {instead}")
-
-
-async def test_tools_can_be_collected_unless_calls_are_enforced(client, engine):
-    await ask(client, collect_trajectory=True)
-    assert engine.requests[-1].grammar is None
-    assert engine.requests[-1].collection is not None

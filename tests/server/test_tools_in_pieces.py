@@ -1,21 +1,15 @@
 """Calls that a grammar enforces are streamed as the model writes them: chat and Responses, byte for byte."""
 
-import asyncio
 import json
 import re
 from dataclasses import replace
 
-import httpx
 import pytest
 from server.fakes import CARD
-from server.test_responses_stream import assert_sums_up, events_of, said
 from server.test_tools import join
-
-from mlx_parallm.errors import StepFailedError
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
-ADD = {"type": "function", "name": "add", "parameters": PARAMETERS}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call>'
 PIECES = ["", "{", '"', "a", '"', ":", " ", '"', "é", '"', "}"]
 """The fake engine writes a byte a step."""
@@ -73,26 +67,6 @@ async def test_a_call_that_may_still_become_text_comes_whole(client, engine):
     assert await deltas_of(client, **body) == chunk(begun, '"tool_calls"')
 
 
-async def test_responses(client, engine):
-    engine.text = CALL
-    body = {"input": "hi", "stream": True, "tools": [ADD], "tool_choice": "required"}
-    text = (await client.post(RESPONSES, json=body)).text
-    assert_sums_up(events_of(text))
-    text = re.sub('"fc_[0-9a-f]+"', '"ID"', re.sub('"call_[0-9a-f]+"', '"ID"', text))
-    where = '"output_index":0,"item_id":"ID"'
-    arguments = json.dumps('{"a": "é"}', ensure_ascii=False)
-    item = '"item":{"id":"ID","type":"function_call","status":"%s","call_id":"ID","name":"add","arguments":%s}'
-    expected = said("response.output_item.added", 2, '"output_index":0,' + item % ("in_progress", '""'))
-    for number, piece in enumerate(PIECES[1:], 3):
-        delta = json.dumps(piece, ensure_ascii=False)
-        expected += said("response.function_call_arguments.delta", number, f'{where},"delta":{delta}')
-    done = f'{where},"name":"add","arguments":{arguments}'
-    expected += said("response.function_call_arguments.done", 13, done)
-    expected += said("response.output_item.done", 14, '"output_index":0,' + item % ("completed", arguments))
-    start = text.index("event: response.output_item.added")
-    assert text[start : text.index("event: response.completed")] == expected
-
-
 async def joined(client, **body):
     lines = (await deltas_of(client, **body)).splitlines()
     choice = {"message": {"content": None}, "finish_reason": None}
@@ -124,26 +98,3 @@ async def test_a_call_that_is_cut_off_has_the_pieces_so_far(client, engine, limi
     named = [{"name": "add", "arguments": CALL[:limit].partition('"arguments": ')[2][: len('{"a": "é"}')]}]
     if cut_by == "stop":
         assert functions(stream) == (named if limit >= CALL.index('{"a"') else [])
-
-
-async def test_a_failure_in_the_middle_of_a_call_ends_the_stream(client, engine):
-    engine.text, engine.fail_before, engine.error = CALL, CALL.index("é"), StepFailedError("x")
-    response = await client.post(CHAT, json=chat_body("required", stream=True))
-    *chunks, error, done = response.text.removesuffix("\n\n").split("\n\n")
-    assert (json.loads(error.removeprefix("data: "))["error"]["code"], done) == ("step_failed", "data: [DONE]")
-    assert json.loads(chunks[0].removeprefix("data: "))["choices"][0]["delta"]["tool_calls"]
-    body = {"input": "hi", "stream": True, "tools": [ADD], "tool_choice": "required"}
-    events = events_of((await client.post(RESPONSES, json=body)).text)
-    assert events[-1]["type"] == "response.failed"
-    assert events[-1]["response"]["output"] == []
-
-
-async def test_a_client_that_leaves_in_the_middle_of_a_call_aborts_it(serving, engine):
-    engine.text, engine.pause_before = CALL, CALL.index("é")
-    async with serving(replace(CARD, context_length=10_000)) as server, httpx.AsyncClient() as client:
-        body = chat_body("required", stream=True)
-        async with client.stream("POST", f"{server.url}{CHAT}", json=body) as response:
-            assert '"name":"add"' in await anext(response.aiter_lines())
-        while not engine.aborted:
-            await asyncio.sleep(0.01)
-        assert not engine.live

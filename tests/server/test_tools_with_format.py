@@ -63,15 +63,6 @@ def _argument(text):
     return f"<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
 
 
-async def test_tools_format_and_results_of_tools_go_together(client, engine):
-    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    turns = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c", "content": "12"}]
-    await ask(client, messages=turns, **FORMATS["schema"])
-    grammar = engine.requests[-1].grammar
-    assert follows(grammar, ANSWER)
-    assert follows(grammar, NOW)
-
-
 async def test_with_a_format_reasoning_comes_first(make, engine):
     await ask(make(reasoning=THINK), **FORMATS["schema"])
     grammar = engine.requests[-1].grammar

@@ -4,8 +4,6 @@ import asyncio
 import json
 import logging
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -152,41 +150,6 @@ async def test_a_request_that_fails_midway(collected, engine, stream):
     assert parts["decode"].end_time <= root.end_time
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("keeps_queued", "token", "begun"),
-    [(True, 0, ["queue"]), (False, 0, ["queue", "prefill"]), (False, 1, ["queue", "prefill", "decode"])],
-)
-async def test_a_client_that_leaves(collected, engine, stream, keeps_queued, token, begun):
-    engine.keeps_queued, engine.pause_before = keeps_queued, token
-    gone = asyncio.Event()
-
-    async def ask():
-        sent = iter([json.dumps({"prompt": "x", "stream": stream}).encode()])
-
-        async def receive():
-            if (body := next(sent, None)) is not None:
-                return {"type": "http.request", "body": body, "more_body": False}
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            pass
-
-        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "raw_path": COMPLETIONS.encode()}
-        scope |= {"scheme": "http", "query_string": b"", "client": ("127.0.0.1", 1), "root_path": ""}
-        scope["headers"] = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        await collected.client(engine)._transport.app(scope, receive, send)
-
-    asked = asyncio.create_task(ask())
-    await engine.paused.wait()
-    gone.set()
-    await asked
-    root, parts = collected.one_tree()
-    assert root.attributes["mlx_parallm.finish"] == "disconnect"
-    assert (root.status.status_code, list(parts)) == (StatusCode.UNSET, begun)
-
-
 # ---- training -----------------------------------------------------------------------------------
 
 
@@ -217,24 +180,6 @@ async def test_a_trajectory_is_traced_into_its_update(collected):
     assert update.context.trace_id not in {request.context.trace_id for request in requests}
     figures = ("status", "version", "step", "trajectories", "loss")
     assert [update.attributes[f"mlx_parallm.{name}"] for name in figures] == ["published", "main@1", 1, 4, 0.5]
-
-
-async def test_an_update_that_fails_and_one_that_a_request_asks_for_have_traces_of_their_own(collected):
-    async with world() as made:
-        made.service.add_sink(collected.traces.training.on_event)
-        client = collected.client(CollectedEngine(), training=made.service)
-        made.learner.error = RuntimeError("it broke")
-        given = [{"prompt": "a", "output": output, "reward": reward} for output, reward in (("b", 1), ("c", 0))]
-        body = {"trajectories": given}
-        assert (await client.post("/v1/training/update", json=body)).status_code == 500
-        made.learner.error = None
-        assert (await client.post("/v1/training/update", json=body)).status_code == 200
-    updates = [span for span in collected.spans() if span.name == "update main"]
-    assert [(span.parent, span.status.status_code) for span in updates] == [
-        (None, StatusCode.ERROR),
-        (None, StatusCode.UNSET),
-    ]
-    assert updates[0].status.description == "it broke"
 
 
 # ---- the collector -------------------------------------------------------------------------------
@@ -294,19 +239,6 @@ async def test_spans_reach_a_collector_at_the_path_of_otlp(engine):
     assert received.startswith(b"POST /v1/traces HTTP/1.1\r\n")
     for text in (b"application/x-protobuf", b"service.name", b"mlx_parallm", b"queue", b"prefill", b"decode"):
         assert text in received
-
-
-@pytest.mark.slow
-def test_nothing_of_opentelemetry_is_imported_unless_traces_are_on():
-    program = """if True:
-        import sys
-        from mlx_parallm.server import app  # FastAPI imports the API of OpenTelemetry
-        from mlx_parallm.server.traces import open_traces
-        assert open_traces(None) is None
-        print([name for name in sys.modules if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))])
-    """
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == "[]"
 
 
 def test_a_missing_package_and_another_protocol_are_refused_by_name(monkeypatch):

@@ -1,6 +1,6 @@
 """What other projects' trainers ask of the inference server: adapters at the root, facts, pauses, and refusals."""
 
-import pytest
+from server.asking import fault
 from server.fakes import CARD, ByteTokenizer
 
 from mlx_parallm.adapters.cards import AdapterStats
@@ -9,7 +9,7 @@ LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
 BODY = {"lora_name": "outside", "lora_path": "/runs/step"}
 
 
-async def test_the_root_route_replaces_the_name_at_every_step(client, fault):
+async def test_the_root_route_replaces_the_name_at_every_step(client):
     for version in (1, 2):
         response = await client.post(LOAD, json=BODY)
         assert (response.status_code, response.json()["lora_adapter"]) == (200, f"outside@{version}")
@@ -45,15 +45,7 @@ async def test_liveness_needs_no_key_and_does_not_ask_the_engine(make_client, en
     assert (await client.get("/get_world_size")).status_code == 401
 
 
-async def test_a_pause_around_a_new_policy_keeps_what_is_under_way(client, engine):
-    assert (await client.post("/pause?mode=keep&clear_cache=false")).json() == {"status": "paused"}
-    assert (await client.get("/is_paused")).json() == {"is_paused": True}
-    assert (await client.post(LOAD, json=BODY)).status_code == 200
-    assert (await client.post("/resume")).json() == {"status": "resumed"}
-    assert engine.cached == 100
-
-
-async def test_an_update_of_the_whole_model_is_refused_with_what_to_use_instead(client, fault):
+async def test_an_update_of_the_whole_model_is_refused_with_what_to_use_instead(client):
     """With a 404, prime-rl would go on with the old weights."""
     for content in (b"", b'{"weight_dir": "/runs/step_3"}'):
         response = await client.post("/update_weights", content=content)
@@ -61,13 +53,7 @@ async def test_an_update_of_the_whole_model_is_refused_with_what_to_use_instead(
         assert "/v1/load_lora_adapter" in fault(response)["message"]
 
 
-@pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/init_communicator", "/update_weights_from_disk"])
-async def test_other_routes_for_weights_of_a_whole_model_are_absent(client, fault, path):
-    response = await client.post(path, json={})
-    assert (response.status_code, fault(response)["code"]) == (404, "not_found")
-
-
-async def test_a_chat_may_name_the_template_that_it_gets_anyway(client, fault):
+async def test_a_chat_may_name_the_template_that_it_gets_anyway(client):
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     same = await client.post("/v1/chat/completions", json={**body, "chat_template": ByteTokenizer.chat_template})
     assert same.status_code == 200

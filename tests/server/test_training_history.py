@@ -2,6 +2,8 @@
 
 import math
 
+from server.asking import fault
+
 from mlx_parallm.rl.status import TrainingEvent
 
 URL = "/v1/training/history"
@@ -34,7 +36,7 @@ async def test_all_metrics_unless_some_are_named_and_as_many_events_as_asked_for
     assert [set(event["data"]["metrics"]) for event in answer["data"]] == [set(METRICS)] * 2
 
 
-async def test_what_is_refused(client, fault):
+async def test_what_is_refused(client):
     error = fault(await client.get(URL, params={"lora_adapter": "nobody"}))
     assert (error["code"], error["param"]) == ("model_not_found", "lora_adapter")
     assert (await client.get(URL, params={"limit": 2001})).status_code == 400

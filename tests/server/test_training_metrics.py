@@ -1,7 +1,5 @@
 """What a scrape says of training."""
 
-import math
-
 import pytest
 
 from mlx_parallm.core.adapters import AdapterRef
@@ -93,23 +91,6 @@ async def test_names_kinds_and_figures(client, training):
     assert figures['state{adapter="policy",state="updating"}'] == 1
 
 
-async def test_the_three_names_are_exact(client, training):
-    """As scrapers look for them: no suffix at all."""
-    training.state = {"policy": POLICY, "code": CODE}
-    lines = await rl_lines(client)
-    assert 'mlx_parallm_rl_trajectories_collected{adapter="policy"} 640.0' in lines
-    assert 'mlx_parallm_rl_trajectories_collected{adapter="code"} 3.0' in lines
-    assert 'mlx_parallm_rl_training_loss{adapter="policy"} -0.5' in lines
-    assert 'mlx_parallm_rl_updates_per_second{adapter="policy"} 0.125' in lines
-
-
-async def test_a_scrape_reads_the_statuses_once(client, training, monkeypatch):
-    training.state, statuses, read = {"policy": POLICY}, training.statuses, []
-    monkeypatch.setattr(training, "statuses", lambda reader: read.append(reader) or statuses(reader=reader))
-    await rl_lines(client)
-    assert len(read) == 1
-
-
 async def test_what_is_not_known_yet_has_no_sample(client, training):
     training.state = {"policy": POLICY, "code": CODE}
     of_code = {name for name in await samples(client) if 'adapter="code"' in name}
@@ -126,23 +107,12 @@ async def test_what_is_not_known_yet_has_no_sample(client, training):
     }
 
 
-async def test_a_loss_that_is_no_number_does_not_break_the_scrape(client, training):
-    training.state = {"policy": TrainingStatus(adapter="policy", metrics={"loss": math.nan}, trained=("policy",))}
-    assert 'mlx_parallm_rl_training_loss{adapter="policy"} NaN' in await rl_lines(client)
-
-
 @pytest.mark.parametrize("training", [None])
 async def test_with_training_off_the_names_are_there_and_nothing_is_collected(client):
     lines = await rl_lines(client)
     for name, (kind, _) in NAMES.items():
         assert f"# TYPE mlx_parallm_rl_{name} {kind}" in lines
     assert [line for line in lines if not line.startswith("#")] == ["mlx_parallm_rl_trajectories_collected 0.0"]
-
-
-async def test_swaps_and_saves_keep_their_names(client):
-    text = (await client.get("/metrics")).text
-    for name in ("mlx_parallm_lora_swaps_total 0.0", "mlx_parallm_checkpoint_saves_total 0.0"):
-        assert f"\n{name}\n" in text
 
 
 async def test_divergences_are_counted_by_signal_and_action(client, training):

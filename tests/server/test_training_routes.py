@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from server.asking import post, refused
+from server.asking import eventually, fault, post, refusal, refused
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import (
@@ -160,13 +160,12 @@ async def test_status_before_the_first_update(client):
     assert (got["metrics"], got["drops"], got["available_checkpoints"]) == ({}, {}, [])
 
 
-async def test_status_of_a_name(client, training, fault):
+async def test_status_of_a_name(client, training):
     training.state["code"] = TrainingStatus(state="paused", adapter="code")
     assert (await client.get(STATUS, params={"lora_adapter": "code"})).json()["state"] == "paused"
     for name in ("nope", "x" * 5000):
-        response = await client.get(STATUS, params={"lora_adapter": name})
-        assert (response.status_code, fault(response)["param"]) == (404, "lora_adapter")
-        assert fault(response)["code"] == "model_not_found"
+        error = await refusal(client.get(STATUS, params={"lora_adapter": name}), 404, param="lora_adapter")
+        assert error["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("path", [START, PAUSE, RESUME])
@@ -177,12 +176,6 @@ async def test_control(client, training, path):
     assert (await client.post(path)).status_code == 200
     assert await post(client, path) == (await client.get(STATUS)).json()
     assert training.calls == [(name, "policy"), (name, None), (name, None)]
-
-
-async def test_several_adapters_are_trained(client):
-    assert (await post(client, START, lora_adapter="code"))["lora_adapter"] == "code"
-    got = (await client.get(STATUS)).json()
-    assert (got["lora_adapter"], got["trained_adapters"]) == ("policy", ["policy", "code"])
 
 
 async def test_rollback(client, training):
@@ -208,8 +201,8 @@ async def test_rollback(client, training):
     ],
     ids=str,
 )
-async def test_unknown_names_say_which_field(client, training, fault, path, body, param):
-    error = await refused(client, fault, path, 404, **body)
+async def test_unknown_names_say_which_field(client, training, path, body, param):
+    error = await refused(client, path, 404, **body)
     assert (error["code"], error["param"]) == ("model_not_found", param)
     assert not training.calls
 
@@ -222,8 +215,8 @@ async def test_feedback(client, training):
     assert training.calls == [("feedback", "traj-0", -1.0, ""), ("feedback", "traj-0", 1.0, "ann")]
 
 
-async def test_feedback_on_what_is_not_there(client, fault):
-    error = await refused(client, fault, FEEDBACK, 404, trajectory_id="traj-9", score=1)
+async def test_feedback_on_what_is_not_there(client):
+    error = await refused(client, FEEDBACK, 404, trajectory_id="traj-9", score=1)
     assert (error["code"], error["param"]) == ("trajectory_not_found", "trajectory_id")
 
 
@@ -244,8 +237,8 @@ async def test_feedback_on_what_is_not_there(client, fault):
     ],
     ids=lambda value: str(value)[:50],
 )
-async def test_bad_feedback_is_refused_by_name(client, training, fault, body, param):
-    assert (await refused(client, fault, FEEDBACK, **body))["param"] == param
+async def test_bad_feedback_is_refused_by_name(client, training, body, param):
+    assert (await refused(client, FEEDBACK, **body))["param"] == param
     assert not training.calls
 
 
@@ -264,7 +257,7 @@ async def test_bad_feedback_is_refused_by_name(client, training, fault, body, pa
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-async def test_a_refusal_of_training_is_worded_and_hurts_nobody(client, training, fault, path, error, status, code):
+async def test_a_refusal_of_training_is_worded_and_hurts_nobody(client, training, path, error, status, code):
     training.error = error
     body = {"trajectory_id": "traj-0", "score": 1} if path == FEEDBACK else {}
     response = await client.post(path, json=body)
@@ -276,18 +269,12 @@ async def test_a_refusal_of_training_is_worded_and_hurts_nobody(client, training
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
-@pytest.mark.parametrize("path", [*ASYNC, FEEDBACK])
-@pytest.mark.parametrize("raw", [b"{", b"[]", b"null", b"\xff"])
-async def test_malformed_bodies(client, training, fault, path, raw):
-    response = await client.post(path, content=raw, headers=JSON)
-    assert response.status_code == 400
-    assert fault(response)["type"] == "invalid_request_error"
-    assert not training.calls
-
-
-async def test_a_body_that_may_be_left_out_is_still_read_as_json(client, training, fault):
-    response = await client.post(PAUSE, content=b'{"lora_adapter":"policy"}', headers={"content-type": "text/plain"})
-    assert (response.status_code, fault(response)["code"]) == (415, "unsupported_media_type")
+async def test_a_body_that_may_be_left_out_is_still_read_as_json(client, training):
+    await refusal(
+        client.post(PAUSE, content=b'{"lora_adapter":"policy"}', headers={"content-type": "text/plain"}),
+        415,
+        code="unsupported_media_type",
+    )
 
     async def unannounced():
         yield b'{"lora_adapter":"policy"}'
@@ -297,10 +284,9 @@ async def test_a_body_that_may_be_left_out_is_still_read_as_json(client, trainin
 
 
 @pytest.mark.parametrize("path", ASYNC)
-async def test_nothing_is_begun_while_draining(client, training, fault, path):
+async def test_nothing_is_begun_while_draining(client, training, path):
     client.app.state.services.lifecycle.begin_drain()
-    response = await client.post(path, json={})
-    assert (response.status_code, fault(response)["code"]) == (503, "draining")
+    await refusal(client.post(path, json={}), 503, code="draining")
     assert not training.calls
 
 
@@ -314,24 +300,8 @@ async def test_a_client_that_leaves_stops_nothing(client, training, path):
     lifecycle = client.app.state.services.lifecycle
     assert lifecycle.working
     training.resume_work.set()
-    while lifecycle.working:
-        await asyncio.sleep(0)
+    await eventually(lambda: not lifecycle.working)
     assert [call[0] for call in training.calls] == [path.rpartition("/")[2]]
-
-
-async def test_a_key_guards_training(make_client, training):
-    client = make_client(api_key="secret")
-    for path in (*ASYNC, FEEDBACK):
-        assert (await client.post(path, json={})).status_code == 401
-    for path in (STATUS, "/v1/training/events", "/debug/training", "/debug/trajectories"):
-        assert (await client.get(path)).status_code == 401
-    assert not training.calls
-
-
-async def test_other_sites_cannot_train(client, training):
-    response = await client.post(UPDATE, headers={"origin": "https://evil.example"})
-    assert response.status_code == 403
-    assert not training.calls
 
 
 async def test_debug_training(client, training):

@@ -76,8 +76,8 @@ async def test_three_lists_are_a_batch(client, training):
         ({"prompts": ["a"], "outputs": ["b"], "trajectories": [GIVEN]}, "prompts", "or the three lists"),
     ],
 )
-async def test_texts_that_do_not_fit_together(client, fault, fields, param, says):
-    error = await refused(client, fault, UPDATE, 404 if "version" in param else 400, **fields)
+async def test_texts_that_do_not_fit_together(client, fields, param, says):
+    error = await refused(client, UPDATE, 404 if "version" in param else 400, **fields)
     assert error["param"] == param
     assert says in error["message"]
 
@@ -137,22 +137,17 @@ ROW = {"token_ids": [1, 2, 3], "mask": [0, 1, 1]}
     ],
     ids=str,
 )
-async def test_rows_that_do_not_fit_together_are_refused(client, training, fault, fields, param, says):
-    error = await refused(client, fault, UPDATE, trajectories=[{**ROW, **fields}])
+async def test_rows_that_do_not_fit_together_are_refused(client, training, fields, param, says):
+    error = await refused(client, UPDATE, trajectories=[{**ROW, **fields}])
     assert error["param"].startswith(f"trajectories[0].{param}")
     assert says in error["message"]
     assert not training.calls
 
 
-async def test_advantages_come_with_all_trajectories_or_with_none(client, training, fault):
-    error = await refused(client, fault, UPDATE, trajectories=[ROW, {**ROW, "advantages": 1}])
+async def test_advantages_come_with_all_trajectories_or_with_none(client, training):
+    error = await refused(client, UPDATE, trajectories=[ROW, {**ROW, "advantages": 1}])
     assert error["param"] == "trajectories"
     assert not training.calls
-
-
-async def test_supervised_data_needs_no_reward(client, training):
-    await post(client, UPDATE, trajectories=[GIVEN, GIVEN])
-    assert training.calls[0][2] == [GivenTrajectory((1, 2), (3, 257))] * 2
 
 
 @pytest.mark.parametrize(
@@ -170,12 +165,6 @@ async def test_updates_that_are_not_served_say_why(client, training, report, exp
     training.report = report
     got = await post(client, UPDATE)
     assert (got["status"], got["reason"], got["lora_adapter"]) == expected
-
-
-async def test_figures_that_json_lacks_are_null(client, training):
-    training.report = UpdateReport(None, 1, "skipped", "not finite", {"loss": math.nan, "grad_norm": math.inf, "kl": 0})
-    response = await client.post(UPDATE)
-    assert response.json()["metrics"] == {"loss": None, "grad_norm": None, "kl": 0}
 
 
 @pytest.mark.parametrize(
@@ -211,14 +200,14 @@ async def test_figures_that_json_lacks_are_null(client, training):
     ],
     ids=lambda value: str(value)[-60:],
 )
-async def test_bad_updates_are_refused_by_name(client, training, fault, fields, param):
-    assert (await refused(client, fault, UPDATE, **fields))["param"] == param
+async def test_bad_updates_are_refused_by_name(client, training, fields, param):
+    assert (await refused(client, UPDATE, **fields))["param"] == param
     assert not training.calls
 
 
-async def test_a_trajectory_beyond_the_context_is_refused(client, training, fault):
+async def test_a_trajectory_beyond_the_context_is_refused(client, training):
     fits = {"prompt_token_ids": [1] * 60, "completion_token_ids": [2] * 4}
     await post(client, UPDATE, trajectories=[fits])
-    error = await refused(client, fault, UPDATE, trajectories=[fits, {**fits, "prompt_token_ids": [1] * 61}])
+    error = await refused(client, UPDATE, trajectories=[fits, {**fits, "prompt_token_ids": [1] * 61}])
     assert (error["code"], error["param"]) == ("context_length_exceeded", "trajectories[1]")
     assert len(training.calls) == 1

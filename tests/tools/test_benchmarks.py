@@ -43,7 +43,3 @@ def test_every_module_imports_and_every_command_shows_its_help():
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage:") == len(COMMANDS)
     assert len(MODULES) > 30
-
-
-def test_the_folders_are_lists_of_commands():
-    assert [path.name for path in COMMANDS if "\ndef main()" not in path.read_text()] == []

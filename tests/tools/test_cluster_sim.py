@@ -1,6 +1,5 @@
 """The arithmetic of the simulated cluster, with times for which the result is known."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -39,22 +38,6 @@ def test_a_node_gives_each_row_a_token_a_step():
     assert rate(PLAIN, 3) == pytest.approx(120, rel=0.01)
 
 
-def test_prompts_lengthen_the_step_that_they_are_in():
-    assert Cluster(replace(PLAIN, prompt_s=0.5), 1).deliver([10], 1) == pytest.approx(1.5)
-    assert Cluster(replace(PLAIN, prompt_s=0.5), 1).deliver([10] * 4, 4) == pytest.approx(3.0)
-
-
-def test_requests_beyond_the_rows_wait_for_one():
-    cluster = Cluster(PLAIN, 1)
-    assert cluster.deliver([10] * 5, 5) == pytest.approx(2.0)
-    assert [taken for _, taken in cluster.log.first_tokens] == pytest.approx([0.1] * 4 + [1.1])
-
-
-def test_steps_between_the_measured_numbers_of_rows_are_interpolated():
-    inputs = replace(PLAIN, step_s={1: 0.1, 5: 0.5})
-    assert Cluster(inputs, 1).deliver([10] * 3, 3) == pytest.approx(3.0)
-
-
 def test_one_router_limits_all_nodes_and_cells_have_their_own():
     """The router takes 0.16 s for each step of 4 nodes, and has its first tokens after 0.1 s; in cells of 2 nodes it
     takes 0.08 s, so that a round lasts as long as 10 steps and the router's last turn."""
@@ -71,13 +54,6 @@ def test_a_version_is_live_when_all_nodes_have_pulled_it(holders_pass_on, second
     cluster.add_clients()
     cluster.run(30)
     assert cluster.log.published[0] == pytest.approx(seconds)
-
-
-def test_a_trainer_that_keeps_up_trains_on_everything():
-    inputs = replace(PLAIN, rollout_clients=4, live_clients=0, link_bytes_s=math.inf, update_s=1.0)
-    result = simulate(Scenario("", inputs), 1)
-    assert result.dropped == 0
-    assert result.updates_minute == pytest.approx(30, rel=0.05)
 
 
 def test_stale_trajectories_are_dropped_and_never_trained_on():

@@ -21,7 +21,6 @@ from benchmarks.lib.step.counting import Counts, count
 from benchmarks.lib.step.decode import Rows
 from benchmarks.lib.step.engines import Batch
 from benchmarks.lib.step.graph import Kind, placeholder
-from benchmarks.lib.step.metal import reshaped
 from benchmarks.lib.step.models import BUNDLED, TINY
 from benchmarks.lib.step.stand_ins import gpu_graphs
 from benchmarks.lib.step.training import COMPILED, OURS, TOGETHER
@@ -154,66 +153,55 @@ def test_operations_add_up_to_the_step():
 # -- operations ----------------------------------------------------------------------------------
 
 
-def test_views_cost_nothing_and_a_view_that_no_strides_describe_is_copied():
-    assert counts_of(lambda x: x.reshape(8, 4).T[1:3, None], (4, 8)).launches == 0
-    copied = counts_of(lambda x: x.T.reshape(-1), (4, 8))
-    assert (copied.launches, copied.nbytes) == (1, 2 * 4 * 8 * 4)
-
-
-def test_an_elementwise_kernel_reads_a_broadcast_input_once():
-    counts = counts_of(lambda x, y: x + y, (4, 8), (8,))
-    assert (counts.launches, counts.nbytes) == (1, 4 * (32 + 8 + 32))
-
-
-def test_equal_operations_are_launched_as_often_as_they_are_written():
-    counts = counts_of(lambda x, y: [(x @ y).sum(), (x @ y).max()], (4, 4), (4, 4))
-    assert (counts.launches, counts.repeated) == (4, 1)
-
-
-def test_a_gather_reads_only_what_it_takes():
-    counts = counts_of(lambda table: mx.take(table, mx.array([3, 5], mx.uint32), axis=0), (1000, 16))
-    assert (counts.launches, counts.nbytes) == (1, 4 * (2 * 16 + 2 + 2 * 16))
-
-
-def test_a_gathered_product_reads_a_matrix_for_each_pair():
-    indices = mx.array([0, 3, 3], mx.uint32)
-    counts = counts_of(lambda x, y: mx.gather_mm(x, y, lhs_indices=indices, rhs_indices=indices), (9, 1, 8), (9, 8, 16))
-    assert counts.launches == 1
-    assert counts.nbytes == 4 * (3 * 8 + 3 * 8 * 16 + 2 * 3 + 3 * 16)
-
-
 def written(x, update):
     x[mx.array([1, 2])] = update
     return x
 
 
-def test_a_scatter_into_an_array_that_nothing_else_reads_writes_only_the_update():
-    counts = counts_of(written, (1000, 8), (2, 8), kind=Kind.KEYS_AND_VALUES)
-    assert (counts.launches, counts.nbytes) == (1, 4 * (2 * 8 + 2 + 2 * 8))
+def attend(q, k):
+    return mx.fast.scaled_dot_product_attention(q, k, k, scale=1.0)
 
 
-def test_a_scatter_into_an_array_that_something_else_reads_copies_it():
-    counts = counts_of(lambda x, update: [x.sum(), written(x, update)], (1000, 8), (2, 8))
-    assert counts.launches == 3
-    assert counts.nbytes > 3 * 4 * 1000 * 8
+PAIRS = mx.array([0, 3, 3], mx.uint32)
+OPERATIONS = {
+    "views": (lambda x: x.reshape(8, 4).T[1:3, None], [(4, 8)], 0, 0),
+    "a view that no strides describe is copied": (lambda x: x.T.reshape(-1), [(4, 8)], 1, 2 * 4 * 8 * 4),
+    "a broadcast input is read once": (lambda x, y: x + y, [(4, 8), (8,)], 1, 4 * (32 + 8 + 32)),
+    "equal operations are launched twice": (lambda x, y: [(x @ y).sum(), (x @ y).max()], [(4, 4), (4, 4)], 4, None),
+    "a gather reads what it takes": (
+        *(lambda table: mx.take(table, mx.array([3, 5], mx.uint32), axis=0), [(1000, 16)]),
+        *(1, 4 * (2 * 16 + 2 + 2 * 16)),
+    ),
+    "a gathered product reads a matrix for each pair": (
+        *(lambda x, y: mx.gather_mm(x, y, lhs_indices=PAIRS, rhs_indices=PAIRS), [(9, 1, 8), (9, 8, 16)]),
+        *(1, 4 * (3 * 8 + 3 * 8 * 16 + 2 * 3 + 3 * 16)),
+    ),
+    "a scatter writes only the update": (written, [(1000, 8), (2, 8)], 1, 4 * (2 * 8 + 2 + 2 * 8)),
+    "a scatter copies what is read too": (lambda x, y: [x.sum(), written(x, y)], [(1000, 8), (2, 8)], 3, None),
+    "a transposed matrix is not copied": (lambda x, y: x @ y.T, [(4, 8), (16, 8)], 1, None),
+    "a matrix with gaps is copied": (lambda x, y: x @ y[:, ::2], [(4, 8), (8, 32)], 2, None),
+    "a concatenation takes a kernel a part": (lambda x, y: mx.concatenate([x, y, x + 1]), [(4, 8), (2, 8)], 4, None),
+    "a norm": (lambda x: mx.fast.rms_norm(x, None, 1e-5), [(4, 8)], 1, None),
+    "a rotary embedding": (
+        *(lambda x: mx.fast.rope(x, 8, traditional=False, base=1e4, scale=1.0, offset=3), [(1, 4, 2, 8)]),
+        *(1, None),
+    ),
+    "a compiled function": (lambda x: activations.swiglu(x, x), [(4, 8)], 1, None),
+    "attention": (attend, [(2, 8, 1, 64), (2, 2, 512, 64)], 1, 4 * (2 * 2 * 8 * 64 + 2 * 2 * 2 * 512 * 64)),
+    "attention over many keys": (
+        *(attend, [(2, 8, 1, 64), (2, 2, 1024, 64)]),
+        *(2, 4 * (2 * 2 * 8 * 64 + 2 * 2 * 2 * 1024 * 64)),
+    ),
+    "a short sort": (lambda x: mx.argsort(x, -1), [(4, 2048)], 1, None),
+    "a long sort": (lambda x: mx.argsort(x, -1), [(4, 4 * 2048)], 1 + 2 * 2 + 1, None),
+}
+"""A function, the shapes of its arguments, its kernels, and the bytes that it moves if they are asserted."""
 
 
-def test_a_product_copies_a_matrix_that_has_gaps_in_rows_and_columns():
-    assert counts_of(lambda x, y: x @ y.T, (4, 8), (16, 8)).launches == 1
-    assert counts_of(lambda x, y: x @ y[:, ::2], (4, 8), (8, 32)).launches == 2
-
-
-def test_concatenation_takes_a_kernel_for_each_part():
-    assert counts_of(lambda x, y: mx.concatenate([x, y, x + 1]), (4, 8), (2, 8)).launches == 3 + 1
-
-
-def test_fused_kernels_and_compiled_functions_are_one_launch():
-    assert counts_of(lambda x: mx.fast.rms_norm(x, None, 1e-5), (4, 8)).launches == 1
-    assert (
-        counts_of(lambda x: mx.fast.rope(x, 8, traditional=False, base=1e4, scale=1.0, offset=3), (1, 4, 2, 8)).launches
-        == 1
-    )
-    assert counts_of(lambda x: activations.swiglu(x, x), (4, 8)).launches == 1
+@pytest.mark.parametrize(("function", "shapes", "launches", "nbytes"), OPERATIONS.values(), ids=OPERATIONS)
+def test_an_operation(function, shapes, launches, nbytes):
+    counts = counts_of(function, *shapes)
+    assert (counts.launches, counts.nbytes if nbytes is not None else None) == (launches, nbytes)
 
 
 def test_products_norms_and_sorts_of_a_compiled_function_are_launched_singly():
@@ -226,28 +214,6 @@ def test_products_norms_and_sorts_of_a_compiled_function_are_launched_singly():
     assert launches(16, lambda x, y: mx.compile(block)(x, y)) == 2 + 3  # two fusions
     assert launches(16, block) == 4 + 3
     assert launches(4 * 2048, lambda x, y: mx.compile(block)(x, y)) == 2 + 3 + 5
-
-
-@pytest.mark.parametrize(("keys", "launches"), [(512, 1), (1024, 2)])
-def test_attention_over_many_keys_takes_two_kernels(keys, launches):
-    def attend(q, k):
-        return mx.fast.scaled_dot_product_attention(q, k, k, scale=1.0)
-
-    counts = counts_of(attend, (2, 8, 1, 64), (2, 2, keys, 64))
-    assert counts.launches == launches
-    assert counts.nbytes == 4 * (2 * 2 * 8 * 64 + 2 * 2 * 2 * keys * 64)
-
-
-def test_a_long_sort_takes_many_kernels():
-    assert counts_of(lambda x: mx.argsort(x, -1), (4, 2048)).launches == 1
-    assert counts_of(lambda x: mx.argsort(x, -1), (4, 4 * 2048)).launches == 1 + 2 * 2 + 1
-
-
-def test_strides_of_another_shape():
-    assert reshaped((4, 8), (8, 1), (2, 2, 8)) == (16, 8, 1)
-    assert reshaped((8, 4), (1, 8), (32,)) is None
-    assert reshaped((4, 1, 8), (16, 5, 1), (4, 8)) == (16, 1)
-    assert reshaped((4, 8), (16, 1), (32,)) is None
 
 
 def test_nothing_is_changed_after_counting():

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from benchmarks.lib.training.command import STOPPED, checked, held_out_rows, logged, prepare, row, train
-from benchmarks.lib.training.learning_tasks import Question, questions
+from benchmarks.lib.training.command import STOPPED, checked, held_out_rows, logged, prepare, train
+from benchmarks.lib.training.learning_tasks import questions
 from benchmarks.studies import curriculum
 
 STAND_IN = """
@@ -65,8 +65,3 @@ def test_held_out_questions_have_other_adjectives_than_those_trained_on():
     held_out = held_out_rows(40, kind="one word")
     assert len({task["prompt"] for task in held_out} - asked) == 40
     assert {task["kind"] for task in held_out} == {"one word"}
-
-
-def test_a_question_is_a_line_of_a_file_of_tasks():
-    question = Question("The movie was dull. Positive or negative?", "negative", "movie")
-    assert row(question, level="movie") == {"prompt": question.text, "answer": "negative", "level": "movie"}

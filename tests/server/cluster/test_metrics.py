@@ -55,13 +55,6 @@ async def test_the_head_has_all_nodes_and_what_its_router_did(head):
     }
 
 
-async def test_the_series_of_a_node_end_with_it(head):
-    head.cluster.nodes = (HEAD, *OTHERS)
-    assert ("node_ready", "replica-1", "replica") in await samples(head)
-    head.cluster.nodes = (HEAD,)
-    assert not [key for key in await samples(head) if "replica-1" in key]
-
-
 async def test_another_node_has_only_its_own_series(engine, adapters):
     cluster = FakeCluster(routes=False)
     cluster.node, cluster.nodes = "replica-1", (HEAD, *OTHERS)
@@ -73,10 +66,6 @@ async def test_another_node_has_only_its_own_series(engine, adapters):
     ]
     assert found[("connected",)] == 1
     assert not [name for (name, *_) in found if name in ("requests_retried_total", "streams_broken_total")]
-
-
-async def test_a_server_that_is_no_node_has_the_names_without_samples(client):
-    assert await samples(client) == {}
 
 
 @pytest.mark.parametrize("is_node", [True, False])
