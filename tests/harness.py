@@ -49,6 +49,8 @@ from mlx_parallm.model.linears import install_adapters
 T = TypeVar("T")
 
 GREEDY = SamplingParams(temperature=0.0)
+TINY = 1e-5
+"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 SCHEDULE = DeviceSchedule()
 
 
@@ -143,9 +145,18 @@ class Harness:
     def of(self, request_id: str) -> list[Event]:
         return [event for rid, event in self.events if rid == request_id]
 
+    def outputs(self, request_id: str, index: int = 0) -> list[SequenceOutput]:
+        """What was drawn for one sequence of the request."""
+        return [e for e in self.of(request_id) if isinstance(e, SequenceOutput) and e.index == index]
+
     def tokens(self, request_id: str, index: int = 0) -> list[int]:
-        outputs = (e for e in self.of(request_id) if isinstance(e, SequenceOutput) and e.index == index)
-        return [token for output in outputs for token in output.token_ids]
+        return [token for output in self.outputs(request_id, index) for token in output.token_ids]
+
+    def cached(self, request_id: str) -> int:
+        """How many prompt tokens of a request that has finished came from the prefix cache."""
+        end = self.terminal(request_id)
+        assert isinstance(end, RequestFinished), end
+        return end.cached_tokens
 
     def terminal(self, request_id: str) -> Event:
         """The request's one terminal event, which is its last."""

@@ -30,7 +30,6 @@ from saves import (
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.errors import (
-    ConfigError,
     StorageError,
 )
 
@@ -142,24 +141,6 @@ def _fail(patch: pytest.MonkeyPatch, call: str, attempt: int) -> None:
         return real(*arguments, **keywords)
 
     patch.setattr(os, call, failing)
-
-
-def test_a_folder_that_cannot_be_used_is_a_config_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--checkpoint-dir"):
-        manager(tmp_path / "file")
-
-
-def test_what_extra_raises_stops_the_save_and_leaves_nothing(tmp_path: Path) -> None:
-    def extra(folder: Path) -> None:
-        write_optimizer(folder)
-        raise KeyError("moments")
-
-    checkpoints = one_checkpoint(tmp_path)
-    with pytest.raises(KeyError):
-        checkpoints.save_checkpoint(ref(2), weights(2), extra=extra)
-    assert hidden(tmp_path / NAME) == []
-    assert names(checkpoints.cards()) == names(manager(tmp_path).cards()) == ["checkpoint-1"]
 
 
 def test_readers_do_not_wait_for_a_save(tmp_path: Path) -> None:

@@ -56,16 +56,6 @@ def test_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
     assert Path(saved.path) == tmp_path / NAME / "checkpoint-1"
 
 
-def test_steps_count_up_and_latest_follows_the_newest_save(checkpoints: CheckpointStore) -> None:
-    steps = [
-        checkpoints.save_checkpoint(ref(1), weights(seed), step).step for seed, step in ((1, None), (2, 7), (3, 4))
-    ]
-    assert steps == [1, 7, 4]
-    assert_holds(checkpoints.load_checkpoint(NAME, "latest"), seed=3)
-    assert checkpoints.save_checkpoint(ref(1), weights(4)).step == 8
-    assert checkpoints.saves_total == 4
-
-
 def test_newest_version_counts_pruned_checkpoints(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, keep=1)
     assert checkpoints.newest_version(NAME) == 0
@@ -116,13 +106,6 @@ def test_same_step_again_keeps_equal_content_and_refuses_other(checkpoints: Chec
     assert hidden(tmp_path / NAME) == []
 
 
-def test_saving_an_old_step_again_does_not_make_it_the_latest(checkpoints: CheckpointStore, tmp_path: Path) -> None:
-    for seed in (1, 2):
-        checkpoints.save_checkpoint(ref(seed), weights(seed))
-    assert checkpoints.save_checkpoint(ref(1), weights(1), step=1, tags=["old"]).tags == ("old",)
-    assert manager(tmp_path).load_checkpoint(NAME).card.step == 2
-
-
 def test_latest_can_be_moved_back_and_moves_on_with_the_next_save(checkpoints: CheckpointStore, tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         checkpoints.save_checkpoint(ref(seed), weights(seed))
@@ -133,23 +116,6 @@ def test_latest_can_be_moved_back_and_moves_on_with_the_next_save(checkpoints: C
     assert checkpoints.find(NAME, "latest").step == 2
     assert checkpoints.save_checkpoint(ref(4), weights(4)).tags == ("latest",)
     assert manager(tmp_path).load_checkpoint(NAME).card.step == 4
-
-
-def test_a_checkpoint_that_lost_its_tag_outlives_being_saved_again(tmp_path: Path) -> None:
-    checkpoints = manager(tmp_path, keep=1)
-    for seed in (1, 2):
-        checkpoints.save_checkpoint(ref(seed), weights(seed), tags=["best"] * (seed == 1))
-    checkpoints.tag(NAME, "latest", "best")
-    assert checkpoints.save_checkpoint(ref(1), weights(1), step=1).step == 1
-    assert_holds(checkpoints.load_checkpoint(NAME, "checkpoint-1"), seed=1)
-
-
-def test_a_tag_moves(checkpoints: CheckpointStore, tmp_path: Path) -> None:
-    for seed in (1, 2):
-        checkpoints.save_checkpoint(ref(seed), weights(seed), tags=["best"])
-    assert [card.tags for card in checkpoints.cards()] == [(), ("best", "latest")]
-    assert checkpoints.tag(NAME, "checkpoint-1", "best").tags == ("best",)
-    assert [card.tags for card in manager(tmp_path).cards()] == [("best",), ("latest",)]
 
 
 @pytest.mark.parametrize("tag", ["latest", "checkpoint-3", "a/b", "", ".x", "base"])
@@ -174,16 +140,6 @@ def test_prune_keeps_the_newest_the_tagged_and_those_in_use(tmp_path: Path) -> N
     checkpoints.in_use = lambda path: False
     checkpoints.save_checkpoint(ref(7), weights(7))
     assert names(checkpoints.cards()) == ["checkpoint-5", "checkpoint-6", "checkpoint-7"]
-
-
-def test_latest_is_kept_though_it_is_not_among_the_newest_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("time.time", lambda: 1_000.0)
-    checkpoints = manager(tmp_path, keep=1)
-    checkpoints.save_checkpoint(ref(1), weights(1), step=50)
-    assert checkpoints.save_checkpoint(ref(2), weights(2), step=3).tags == ("latest",)
-    assert_holds(checkpoints.load_checkpoint(NAME), seed=2)
 
 
 # ---- what may not be saved ---------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from adapter_folders import (
-    DOWN0,
     DOWN1,
     HEADS,
     HIDDEN,
@@ -21,12 +20,10 @@ from adapter_folders import (
     make_layout,
     mlx_lm_folder,
     mlx_lm_tensors,
-    peft_config,
     peft_folder,
     peft_tensors,
     read,
     refusal,
-    safetensors,
 )
 from safetensors.numpy import save_file
 
@@ -36,17 +33,6 @@ A, B = f"{Q0}.lora_a", f"{Q0}.lora_b"
 
 
 # ---- mlx-lm ------------------------------------------------------------------------------------
-
-
-def test_mlx_lm_factors_are_read_as_they_are(tmp_path):
-    tensors = mlx_lm_tensors(rank=4, path=DOWN0, shape=(MLP, HIDDEN)) | mlx_lm_tensors(rank=4)
-    file = read(mlx_lm_folder(tmp_path, tensors, lora_parameters={"scale": 20.0}))
-    assert (file.info.root, file.info.nbytes) == (str(tmp_path), sum(t.nbytes for t in tensors.values()))
-    assert list(file.weights.pairs) == [Q0, DOWN0]
-    pair = file.weights.pairs[DOWN0]
-    assert (pair.scale, pair.rank) == (20.0, 4)
-    assert np.array_equal(pair.a, tensors[f"{DOWN0}.lora_a"])
-    assert np.array_equal(pair.b, tensors[f"{DOWN0}.lora_b"])
 
 
 @pytest.mark.parametrize(
@@ -206,11 +192,6 @@ def test_null_is_a_default(key, tmp_path):
     assert read(peft_folder(tmp_path, peft_tensors(), **{key: None})).weights.rank == 4
 
 
-def test_every_default_key_of_a_peft_config_is_accepted(tmp_path):
-    config = peft_config()
-    assert read(peft_folder(tmp_path, peft_tensors(), **config)).weights.rank == 4
-
-
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -304,13 +285,6 @@ def test_a_copy_that_differs_or_cannot_be_compared_is_refused(name, word, tmp_pa
         assert "which cannot be compared with this base model's" in refusal(folder, layout=other)
 
 
-def test_a_head_of_another_vocabulary_is_refused(tmp_path):
-    shape = (HIDDEN, VOCABULARY + 2)
-    assert f"lm_head maps {HIDDEN} to {VOCABULARY} features" in refusal(
-        mlx_lm_folder(tmp_path, mlx_lm_tensors(path="lm_head", shape=shape))
-    )
-
-
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -371,25 +345,6 @@ def test_the_rank_is_bounded(tmp_path):
     folder = mlx_lm_folder(tmp_path, mlx_lm_tensors(rank=32), lora_parameters={"rank": 32})
     assert "rank 32 is over --max-lora-rank 16" in refusal(folder)
     assert read(folder, max_rank=32).weights.rank == 32
-
-
-def test_half_precision_is_widened_without_loss(tmp_path):
-    tensors = {name: array.astype(np.float16) for name, array in mlx_lm_tensors().items()}
-    pair = read(mlx_lm_folder(tmp_path, tensors)).weights.pairs[Q0]
-    assert pair.a.dtype == np.float32
-    assert np.array_equal(pair.a.astype(np.float16), tensors[A])
-
-
-def test_bfloat16_is_the_upper_half_of_float32(tmp_path):
-    mlx_lm_folder(tmp_path, mlx_lm_tensors(rank=1), lora_parameters={"rank": 1})
-    values = np.float32([1.0, -2.5, 3e38, 1e-40] * 8)
-    upper = (values.view(np.uint32) >> 16).astype("<u2")
-    entry = {"dtype": "BF16", "shape": [16, 1], "data_offsets": [0, 32]}
-    header = {A: entry, B: entry | {"shape": [1, 16], "data_offsets": [32, 64]}}
-    (tmp_path / "adapters.safetensors").write_bytes(safetensors(header, upper.tobytes()))
-    pair = read(tmp_path).weights.pairs[Q0]
-    assert np.array_equal(pair.a.ravel().view(np.uint32) >> 16, upper[:16])
-    assert pair.a[:2, 0].tolist() == [1.0, -2.5]
 
 
 def test_the_digest_is_of_what_the_weights_are(tmp_path):

@@ -105,12 +105,6 @@ def test_pickles_are_refused_unopened(name, tmp_path):
     assert "convert it to safetensors" in refusal(folder)
 
 
-def test_pickles_beside_the_weights_do_not_matter(tmp_path):
-    folder = peft_folder(tmp_path, peft_tensors())
-    (folder / "optimizer.pt").write_bytes(b"\x80")
-    assert read(folder).weights.rank == 4
-
-
 def test_files_that_are_missing_or_not_regular(tmp_path):
     assert "there is no adapter_config.json" in refusal(tmp_path / "nowhere")
     folder = mlx_lm_folder(tmp_path / "a", mlx_lm_tensors())

@@ -1,7 +1,6 @@
 """Writing adapters: they read back as they were, and mlx-lm's own code agrees with ours."""
 
 import json
-import math
 from dataclasses import replace
 
 import mlx.core as mx
@@ -24,6 +23,7 @@ from adapter_folders import (
     read,
     refusal,
 )
+from lora import merged, random_adapter
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from safetensors import safe_open
@@ -163,25 +163,6 @@ def test_metadata_says_whose_format_it_is(tmp_path):
 # ---- with mlx-lm -------------------------------------------------------------------------------
 
 
-def some_weights(layout, targets, seed=0):
-    """Of every second linear of these names, with ranks and scales of their own; b small enough to keep logits sane."""
-    rng = np.random.default_rng(seed)
-    chosen = [spec for spec in layout if spec.target in targets][::2]
-    pairs = {}
-    for i, spec in enumerate(chosen):
-        a = rng.normal(size=spec.a_shape(2 + i % 3)) / math.sqrt(spec.in_features)
-        b = 0.3 * rng.normal(size=spec.b_shape(2 + i % 3))
-        pairs[spec.path] = LoRAPair(a.astype(np.float32), b.astype(np.float32), 1.0 + i % 2)
-    return AdapterWeights(pairs)
-
-
-def merge_by_hand(model, weights):
-    modules = dict(model.named_modules())
-    for path, pair in weights.pairs.items():
-        modules[path].weight = modules[path].weight + mx.array(delta(pair).swapaxes(-1, -2).astype(np.float32))
-    return model
-
-
 @pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize(
     "targets", [{"q_proj", "v_proj", "qkv_proj", "gate_up_proj", "down_proj", "o_proj"}, {"o_proj", "lm_head"}]
@@ -189,10 +170,11 @@ def merge_by_hand(model, weights):
 def test_mlx_lm_loads_what_we_write_and_computes_the_same(family, targets, tmp_path):
     model = tiny_model(family)
     layout = adapter_layout(model)
-    weights = some_weights(layout, targets)
+    odd = random_adapter(layout, 1, rank=3, targets=targets, scale=2.0).pairs
+    weights = AdapterWeights(random_adapter(layout, 0, rank=2, targets=targets).pairs | dict([*odd.items()][::2]))
     assert ("lm_head" in targets) == (layout.head.path in weights.pairs)
     write_mlx_lm(tmp_path, weights, layout)
-    want = merge_by_hand(tiny_model(family), weights)(TOKENS)
+    want = merged(tiny_model(family), weights)(TOKENS)
     got = load_adapters(model, str(tmp_path))
     got.eval()
     assert relative_error(got(TOKENS), want) < 1e-5
@@ -222,18 +204,6 @@ def test_what_mlx_lm_writes_reads_back_equal(family, dtype, tmp_path):
         got = pairs[path].a if factor == "lora_a" else pairs[path].b
         assert mx.array_equal(mx.array(got), array.astype(mx.float32))
         assert pairs[path].scale == 20.0
-
-
-def test_a_dora_of_mlx_lm_is_refused_by_name(tmp_path):
-    model = tiny_model("llama")
-    linear_to_lora_layers(model, 1, {"rank": 4, "scale": 1.0, "dropout": 0.0}, use_dora=True)
-    names = {name: p for name, p in tree_flatten(model.parameters()) if name.rpartition(".")[2] in ("lora_a", "m")}
-    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), names)
-    for kind in ("dora", "lora"):  # the config may lie
-        config = {"fine_tune_type": kind, "lora_parameters": {"rank": 4, "scale": 1.0}}
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-        with pytest.raises(AdapterFileError, match="DoRA is not supported"):
-            read_adapter(tmp_path, adapter_layout(model), max_rank=8)
 
 
 def test_factors_of_experts_that_mlx_lm_writes_read_back_equal(tmp_path):
@@ -269,7 +239,7 @@ def test_factors_of_other_experts_are_refused(shape, words, tmp_path):
 def test_experts_are_refused_in_pefts_format(tmp_path):
     layout = adapter_layout(tiny_model("qwen3_moe"))
     with pytest.raises(AdapterFileError, match="expert LoRA cannot be written"):
-        write_peft(tmp_path, some_weights(layout, {"down_proj"}), layout, None)
+        write_peft(tmp_path, random_adapter(layout, 0, targets=("down_proj",)), layout, None)
 
 
 @pytest.mark.parametrize("path", ["switch_mlp.up_proj", "experts.3.up_proj"])

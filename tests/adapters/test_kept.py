@@ -12,26 +12,11 @@ import pytest
 from mlx_parallm import atomic
 from mlx_parallm.adapters.runs import VERSIONS_FILE, KeptVersions
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import ConfigError, ConflictError, StorageError
+from mlx_parallm.errors import ConfigError, StorageError
 
 
 def ref(version: int, name: str = "tone") -> AdapterRef:
     return AdapterRef(name, version)
-
-
-def test_numbers_and_what_is_live_are_read_again(tmp_path: Path) -> None:
-    kept = KeptVersions(tmp_path)
-    kept.number(ref(1), "a")
-    kept.number(ref(7), "b")
-    kept.set_live("tone", [1, 7], 7, {1, 7})
-    again = KeptVersions(tmp_path)
-    assert [name for name, _ in again] == ["tone"]
-    assert (again.number_of("tone", "a"), again.number_of("tone", "b"), again.number_of("tone", "c")) == (1, 7, None)
-    assert (again.of("tone").last, again.of("tone").live, again.of("tone").found) == (7, (1, 7), 7)
-    again.number(ref(8), "a")
-    assert KeptVersions(tmp_path).number_of("tone", "a") == 8, "the newest one"
-    again.forget("tone")
-    assert again.of("tone").last == 0
 
 
 def test_numbers_that_are_given_at_the_same_time_are_all_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,20 +62,6 @@ def test_copies_of_versions_that_nobody_knows_are_removed(tmp_path: Path) -> Non
         "version-3",
         VERSIONS_FILE,
     ]
-
-
-def test_without_a_folder_nothing_is_kept() -> None:
-    kept = KeptVersions()
-    kept.number(ref(1), "a")
-    kept.set_live("tone", [1], 1, {1})
-    assert (bool(kept), list(kept), kept.copy_of(ref(1)), kept.number_of("tone", "a")) == (False, [], None, None)
-
-
-def test_names_that_would_share_a_folder_are_refused(tmp_path: Path) -> None:
-    kept = KeptVersions(tmp_path)
-    kept.number(ref(1), "a")
-    with pytest.raises(ConflictError, match="Tone and tone would share a folder"):
-        kept.number(ref(1, "Tone"), "b")
 
 
 def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

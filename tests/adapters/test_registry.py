@@ -51,16 +51,6 @@ def test_a_name_means_its_live_version_and_a_number_that_very_one(registry: Adap
     assert registry.find("base").ref == BASE_ADAPTER
 
 
-def test_the_time_that_flips_take_is_kept_of_the_last_and_of_the_longest(
-    registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = iter([10.0, 10.5, 20.0, 20.25])
-    monkeypatch.setattr("mlx_parallm.adapters.registry.time.perf_counter", lambda: next(clock))
-    publish(registry, "math")
-    publish(registry, "math")
-    assert (registry.flip_s_last, registry.flip_s_max) == (0.25, 0.5)
-
-
 @pytest.mark.parametrize(
     "selector", ["", "tone", "math@", "math@0", "math@99", "math@1.0", "math@-1", "math@+1", "math@१", "math@1@1",
                  "@1", "math@" + "9" * 400, "MATH", "math ", "base@1", "latest", "checkpoint-1", "../math", "math\x00"],
@@ -109,20 +99,6 @@ def test_old_versions_are_forgotten_unless_somebody_needs_them(registry: Adapter
     assert registry.needed(second)
 
 
-def test_a_client_may_choose_the_number_of_a_version_as_long_as_numbers_ascend(registry: AdapterRegistry) -> None:
-    for number in (0, 3):
-        registry.flip(registry.add("math", info(), number).ref)
-    assert meaning(registry, "math") == "math@3"
-    assert meaning(registry, "math@0") == "math@0"
-    assert str(publish(registry, "math").ref) == "math@4", "the next number of our own is a new one"
-    for number in (0, 1, 4):
-        with pytest.raises(ConflictError, match="load math@5 or a later one"):
-            registry.add("math", info(), number)
-    registry.unload("math")
-    with pytest.raises(ConflictError):
-        registry.add("math", info(), 3)
-
-
 def test_a_version_of_a_chosen_number_is_kept_until_it_is_unloaded(registry: AdapterRegistry) -> None:
     first = registry.add("math", info(), 1)
     registry.flip(first.ref)
@@ -134,19 +110,6 @@ def test_a_version_of_a_chosen_number_is_kept_until_it_is_unloaded(registry: Ada
     registry.unload("math@1")
     with pytest.raises(UnknownModelError):
         registry.find("math@1")
-
-
-def test_a_lease_outlives_an_unload(registry: AdapterRegistry) -> None:
-    publish(registry, "math")
-    with registry.lease("math") as version:
-        assert registry.unload("math") == (version,)
-        with pytest.raises(UnknownModelError):
-            registry.find("math")
-        assert registry.version(version.ref) is version, "its request can still be served"
-        assert registry.needed(version)
-        registry.check_integrity()
-    assert registry.version(version.ref) is None
-    assert publish(registry, "math").ref.version == 2
 
 
 def test_one_version_can_be_unloaded_but_not_the_live_or_a_routed_one(registry: AdapterRegistry) -> None:
@@ -179,18 +142,6 @@ def test_rollback_goes_back_one_version_at_a_time(registry: AdapterRegistry) -> 
     assert str(registry.rollback("math", lambda _: True).ref) == "math@1"
     with pytest.raises(UnknownModelError):
         registry.rollback("tone", lambda _: True)
-
-
-def test_swaps_count_changes_of_meaning(registry: AdapterRegistry) -> None:
-    version = publish(registry, "math")
-    assert registry.swaps == 0, "nothing was replaced"
-    registry.flip(version.ref)
-    assert registry.swaps == 0
-    publish(registry, "math")
-    registry.rollback("math", lambda _: True)
-    registry.set_route({"math": 1.0})
-    registry.rollback_route()
-    assert registry.swaps == 4
 
 
 def test_a_version_that_is_unloaded_while_it_is_staged_never_goes_live(registry: AdapterRegistry) -> None:
@@ -229,13 +180,6 @@ def test_requests_without_a_name_are_shared_out_by_weight(registry: AdapterRegis
     assert counts.keys() == {"math@1", "math@2"}
 
 
-def test_a_route_to_a_name_follows_its_flips(registry: AdapterRegistry) -> None:
-    publish(registry, "math")
-    registry.set_route({"math": 1.0})
-    publish(registry, "math")
-    assert str(drawn(registry)) == "math@2"
-
-
 def test_the_default_adapter_takes_over_from_the_base_with_its_first_version() -> None:
     registry = AdapterRegistry("policy", default_takes_over=True)
     publish(registry, "tone")
@@ -263,39 +207,7 @@ def test_a_discarded_version_leaves_what_it_replaced_live() -> None:
         registry.find("policy")
 
 
-def test_routes_that_lead_nowhere_are_refused(registry: AdapterRegistry) -> None:
-    publish(registry, "math")
-    with pytest.raises(UnknownModelError):
-        registry.set_route({"tone": 1.0})
-    with pytest.raises(ConflictError):
-        registry.rollback_route()
-    assert not registry.route_changed
-    registry.set_route({"math": 1.0})
-    assert registry.route_changed
-    assert registry.rollback_route() == {"base": 1.0}
-    assert not registry.route_changed
-
-
 # ---- checkpoints --------------------------------------------------------------------------------
-
-
-def test_checkpoints_of_the_default_adapter_are_selectors() -> None:
-    on_disk = {("policy", "checkpoint-30"): 7, ("policy", "best"): 7, ("policy", "latest"): 9}
-
-    def find(name: str, which: str) -> tuple[AdapterRef, VersionInfo] | None:
-        number = on_disk.get((name, which))
-        return (AdapterRef(name, number), info(f"/ckpt/{number}")) if number else None
-
-    registry = AdapterRegistry("policy", find, first_version=lambda name: 10 if name == "policy" else 1)
-    for selector in ("checkpoint-30", "best", "policy@7"):
-        assert meaning(registry, selector) == "policy@7"
-    assert meaning(registry, "latest") == "policy@9"
-    with pytest.raises(UnknownModelError):
-        registry.find("policy")
-    assert publish(registry, "policy").ref.version == 10
-    assert publish(registry, "math").ref.version == 1
-    with pytest.raises(UnknownModelError):
-        registry.find("checkpoint-31")
 
 
 def test_a_restored_version_is_live_under_its_own_number(registry: AdapterRegistry) -> None:

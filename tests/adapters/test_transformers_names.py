@@ -221,17 +221,3 @@ def test_two_scales_and_ranks_become_one_pair(tmp_path: Path) -> None:
 def test_no_two_linears_of_a_model_share_a_plain_path(name: str) -> None:
     paths = [plain_path(spec.path) for spec in adapter_layout(build(name))]
     assert len(set(paths)) == len(paths)
-
-
-@pytest.mark.parametrize(
-    ("path", "plain"),
-    [
-        ("model.language_model.layers.0.mlp.up_proj", "layers.0.mlp.up_proj"),
-        ("transformer.h.3.attn.c_attn", "layers.3.attn.c_attn"),
-        ("vision_tower.layers.0.mlp.up_proj", "vision_tower.layers.0.mlp.up_proj"),
-        ("model.visual.blocks.0.mlp", "visual.blocks.0.mlp"),
-        ("language_model.lm_head", "lm_head"),
-    ],
-)
-def test_plain_paths_keep_apart_what_is_not_the_text_part(path: str, plain: str) -> None:
-    assert plain_path(path) == plain

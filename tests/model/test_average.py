@@ -13,7 +13,6 @@ from lora import layout_of, merged, random_adapter
 from mlx_lm.tuner.utils import load_adapters
 from tiny import save_tiny, tiny_model
 
-from mlx_parallm.adapters.average import average
 from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.formats import MLX_LM_WEIGHTS, PEFT_WEIGHTS, FormatName, write_mlx_lm, write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
@@ -82,35 +81,6 @@ def test_mlx_lm_loads_the_average(tmp_path: Path) -> None:
     assert relative_error(served(TOKENS), tiny_model("llama")(TOKENS)) > 1e-2
 
 
-def test_a_lower_rank_is_that_of_every_linear(tmp_path: Path) -> None:
-    adapters, folders = write_three(tmp_path)
-    mean = write_average(str(tmp_path / "model"), folders, tmp_path / "mean", "peft", SHARES, rank=3)
-    again = read_adapter(tmp_path / "mean", layout_of(tiny_model("llama")), max_rank=3).weights
-    assert {pair.rank for pair in again.pairs.values()} == {3}
-    assert (mean.full_rank, mean.error) == (7, average(adapters, SHARES, 3).error)
-    assert 0.01 < mean.error < 1
-
-
-def test_the_check_sees_the_files_before_they_are_there(tmp_path: Path) -> None:
-    _, folders = write_three(tmp_path)
-    seen = []
-
-    def check(folder: Path, rank: int) -> None:
-        weights = read_adapter(folder, layout_of(tiny_model("llama")), 16).weights
-        seen.append((weights.rank, rank, (tmp_path / "mean").exists()))
-
-    write_average(str(tmp_path / "model"), folders, tmp_path / "mean", "peft", SHARES, 2, check)
-    assert seen == [(2, 4, False)]
-
-    def refuse(folder: Path, rank: int) -> None:
-        raise ConfigError("no")
-
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(ConfigError, match="no"):
-        write_average(str(tmp_path / "model"), folders, tmp_path / "again", "peft", SHARES, 2, refuse)
-    assert sorted(os.listdir(tmp_path)) == before
-
-
 def test_what_cannot_be_averaged_is_refused_by_name_and_nothing_is_written(tmp_path: Path) -> None:
     _, (a, b, c) = write_three(tmp_path)
     layout = layout_of(tiny_model("llama", intermediate_size=128))
@@ -122,10 +92,6 @@ def test_what_cannot_be_averaged_is_refused_by_name_and_nothing_is_written(tmp_p
         write_average(model, [a, tmp_path / "model"], tmp_path / "mean", "peft")
     with pytest.raises(AdapterFileError, match=r"/none: "):
         write_average(model, [a, tmp_path / "none"], tmp_path / "mean", "peft")
-    with pytest.raises(ConfigError, match="--weights: 1 for 2 adapters"):
-        write_average(model, [a, b], tmp_path / "mean", "peft", [1.0])
-    with pytest.raises(ConfigError, match="--rank: 9 is not between 1 and 6"):
-        write_average(model, [a, b], tmp_path / "mean", "peft", rank=9)
     with pytest.raises(ConfigError, match="exists: name a directory that does not"):
         write_average(model, [a, b], c, "peft")
     with pytest.raises(ModelNotFoundError):

@@ -36,27 +36,6 @@ def test_answers_a_chat_and_ends_it(loaded):
     assert loaded.tokenizer.eos_token_ids & set(ids)
 
 
-def test_card_and_layers_say_what_it_is(loaded):
-    assert loaded.card.name == "SmolLM2-135M-Instruct"
-    assert loaded.card.context_length == 8192
-    assert loaded.card.parameters == 134_515_008
-    assert loaded.card.weight_bytes == 4 * loaded.card.parameters
-    assert loaded.card.quantization == "4-bit, dequantized"
-    assert len(loaded.plan.layout.layers) == 30
-    assert {
-        (layer.kv_heads, layer.head_dim_k, layer.head_dim_v, layer.window) for layer in loaded.plan.layout.layers
-    } == {(3, 64, 64, None)}
-
-
-def test_unpermuting_undoes_llama_cpps_interleaving():
-    """llama.cpp stores row (half, i) of a head at place (i, half)."""
-    heads, half, columns = 2, 3, 4
-    original = mx.random.normal((heads * 2 * half, columns), key=mx.random.key(0))
-    stored = original.reshape(heads, 2, half, columns).swapaxes(1, 2).reshape(original.shape)
-    assert not mx.array_equal(stored, original)
-    assert mx.array_equal(bundled._unpermute_rows(stored, heads), original)
-
-
 def test_quantized_form_agrees_with_the_float32_one(loaded):
     """What Metal and CUDA run: the file's packed weights."""
     model, _, _ = bundled.load_bundled(dequantize=False)

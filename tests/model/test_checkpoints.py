@@ -11,7 +11,6 @@ from lora import random_adapter
 from tiny import save_tiny
 
 from mlx_parallm import CheckpointManager, SharedModelManager
-from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
 
@@ -57,15 +56,6 @@ def test_hot_swap_makes_the_model_use_a_checkpoint(manager: SharedModelManager, 
     assert mx.array_equal(manager.model(TOKENS), outputs[2])
     manager.switch_lora("base")
     assert mx.array_equal(manager.model(TOKENS), base)
-
-
-def test_an_adapter_may_be_a_folder(manager: SharedModelManager, tmp_path: Path) -> None:
-    weights = random_adapter(manager.adapter_layout, seed=1)
-    (tmp_path / "adapter").mkdir()
-    write_mlx_lm(tmp_path / "adapter", weights, manager.adapter_layout)
-    checkpoints = CheckpointManager(manager, tmp_path / "kept")
-    checkpoints.save_checkpoint("first", tmp_path / "adapter")
-    assert same(checkpoints.load_checkpoint("first"), weights)
 
 
 def test_what_cannot_be_saved_or_loaded_is_refused(manager: SharedModelManager, tmp_path: Path) -> None:

@@ -23,16 +23,6 @@ def test_an_adapted_model_gives_the_same_logits_from_the_same_arrays(family: str
     assert relative_error(model(tokens), before) < 1e-5
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_linear(bias: bool) -> None:
-    model = nn.Sequential(nn.Linear(24, 10, bias=bias))
-    x = mx.random.normal((3, 2, 24))
-    expected = model(x)
-    adapt_to_cpu(model)
-    assert isinstance(model.layers[0], CPULinear)
-    assert mx.allclose(model(x), expected, atol=1e-5)
-
-
 def test_gated_mlp_at_extreme_gates() -> None:
     """Where the sigmoid's exponential overflows the product is zero, as silu's is."""
     model = tiny_model("llama")

@@ -2,7 +2,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tiny import EOS_ID, tiny_tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -56,27 +55,11 @@ def test_text_survives(text):
     )
 
 
-def test_first_token_keeps_its_space():
-    (paris,) = SMOLLM.encode(" Paris")
-    assert new(SMOLLM, SMOLLM.encode("It is")).add(paris) == " Paris"
-
-
 def test_nothing_is_shown_of_half_a_character():
     ids = SMOLLM.encode("👧")
     detokenizer = new(SMOLLM)
     assert [detokenizer.add(i) for i in ids] == [""] * (len(ids) - 1) + ["👧"]
     assert detokenizer.finish() == ""
-
-
-def test_half_a_character_at_the_end_is_flushed():
-    detokenizer = new(SMOLLM)
-    for token in SMOLLM.encode("👧")[:-1]:
-        assert detokenizer.add(token) == ""
-    assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
-
-
-def test_special_and_padding_tokens_add_nothing():
-    assert streamed(SMOLLM, [2, 0, SMOLLM.vocab_size + 5]) == ""
 
 
 @pytest.mark.parametrize(
@@ -86,16 +69,3 @@ def test_special_and_padding_tokens_add_nothing():
 def test_decoders_that_look_at_neighbours_join_as_in_the_whole_text(prompt, ids, text):
     assert word_piece().text_bytes is None
     assert streamed(word_piece(), ids, prompt) == text
-
-
-def test_tokens_without_text_are_not_decoded_again_and_again(monkeypatch):
-    """Each step decodes a few tokens, however many have said nothing."""
-    tokenizer = Tokenizer(TokenizerWrapper(tiny_tokenizer()))
-    monkeypatch.setattr(tokenizer, "text_bytes", None)
-    lengths, decode = [], tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids, **skip: lengths.append(len(ids)) or decode(ids, **skip))
-    detokenizer = new(tokenizer)
-    silent = [detokenizer.add(EOS_ID) for _ in range(500)]
-    assert set(silent) == {""}
-    assert detokenizer.add(ord("A") - 33) != ""
-    assert max(lengths) < 50

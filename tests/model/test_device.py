@@ -18,37 +18,26 @@ CUDA_80 = MachineMemory(ram=256 * GIB, recommended=80 * GIB, can_wire=False)
 CPU_24 = MachineMemory(ram=24 * GIB, recommended=None, can_wire=False)
 
 
-def test_metal_may_take_its_recommended_working_set_and_wires_nothing():
-    limits = memory_limits(MAC_16)
-    assert limits == MemoryLimits(MAC_16.recommended, int(0.05 * MAC_16.recommended), None)
+WORKING_SET = MAC_16.recommended
 
 
-def test_memory_is_wired_if_the_operator_asks_and_the_device_can():
-    assert memory_limits(MAC_16, wire=True).wired == MAC_16.recommended
-    assert memory_limits(CPU_24, wire=True).wired is None
-
-
-def test_the_cache_is_neither_tiny_nor_huge():
-    assert memory_limits(MAC_192).cache == 4 * GIB
-    assert memory_limits(MachineMemory(4 * GIB, 3 * GIB, can_wire=True)).cache == 256 * MIB
-
-
-def test_nothing_is_wired_where_there_is_no_metal():
-    assert memory_limits(CUDA_80) == MemoryLimits(int(0.95 * 80 * GIB), int(0.05 * int(0.95 * 80 * GIB)), None)
-    assert memory_limits(CPU_24) == MemoryLimits(int(0.8 * 24 * GIB), 32 * MIB, None)
-
-
-def test_what_the_operator_sets_counts_and_never_wires_more_than_the_device_recommends():
-    assert memory_limits(MAC_16, memory=6 * GIB, cache=GIB, wire=True) == MemoryLimits(6 * GIB, GIB, 6 * GIB)
-    assert memory_limits(MAC_16, memory=14 * GIB, wire=True).wired == MAC_16.recommended
-    assert memory_limits(MAC_16, memory=GIB, cache=2 * GIB).cache == GIB
-
-
-def test_a_gpu_recommends_a_working_set_and_a_cpu_none(monkeypatch):
-    monkeypatch.setattr(mx, "device_info", lambda: {"memory_size": GIB})
-    for cpu in (True, False):
-        monkeypatch.setattr("mlx_parallm.model.device.on_cpu", lambda cpu=cpu: cpu)
-        assert machine_memory().recommended == (None if cpu else GIB)
+@pytest.mark.parametrize(
+    ("machine", "options", "limits"),
+    [
+        (MAC_16, {}, MemoryLimits(WORKING_SET, int(0.05 * WORKING_SET), None)),
+        (MAC_16, {"wire": True}, MemoryLimits(WORKING_SET, int(0.05 * WORKING_SET), WORKING_SET)),
+        (MAC_16, {"memory": 6 * GIB, "cache": GIB, "wire": True}, MemoryLimits(6 * GIB, GIB, 6 * GIB)),
+        (MAC_16, {"memory": 14 * GIB, "cache": GIB, "wire": True}, MemoryLimits(14 * GIB, GIB, WORKING_SET)),
+        (MAC_16, {"memory": GIB, "cache": 2 * GIB}, MemoryLimits(GIB, GIB, None)),
+        (MAC_192, {}, MemoryLimits(144 * GIB, 4 * GIB, None)),
+        (MachineMemory(4 * GIB, 3 * GIB, can_wire=True), {}, MemoryLimits(3 * GIB, 256 * MIB, None)),
+        (CUDA_80, {}, MemoryLimits(int(0.95 * 80 * GIB), int(0.05 * int(0.95 * 80 * GIB)), None)),
+        (CPU_24, {"wire": True}, MemoryLimits(int(0.8 * 24 * GIB), 32 * MIB, None)),
+    ],
+)
+def test_what_mlx_may_take(machine, options, limits):
+    """The device's working set; a cache that is neither tiny nor huge; wired if asked, where that is possible."""
+    assert memory_limits(machine, **options) == limits
 
 
 @pytest.fixture

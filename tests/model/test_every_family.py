@@ -35,19 +35,21 @@ AMPLIFIED = {
 exponents of sums, experts that are chosen by close scores, or keys that the model rounds to 8 or 4 bits itself."""
 QUICK = (
     "dbrx",
+    "deepseek_v3",
     "gemma4_text 2",
     "gpt2",
     "gpt_bigcode",
     "gpt_oss",
     "granitemoe",
+    "ours deepseek_v41",
     "plamo2",
     "qwen3_5",
     "rwkv7",
     "seed_oss",
 )
-"""One of each kind that the other tests lack: experts one by one, layers that give several arrays, other names of trunk
-and layers, rows one by one, a router inside a module, attention in parts, a gated delta net, two mixers with one state,
-a head of its own."""
+"""One of each kind that the other tests lack: experts one by one, latent attention, layers that give several arrays,
+other names of trunk and layers, rows one by one, a router inside a module, caches of a class of their own, attention in
+parts, a gated delta net, two mixers with one state, a head of its own."""
 
 
 def _cases(names: Iterable[str]) -> list[ParameterSet]:

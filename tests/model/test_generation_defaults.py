@@ -31,9 +31,3 @@ def test_what_cannot_be_used_is_left_out(tmp_path: Path, text: str) -> None:
 
 def test_a_folder_without_the_file_has_none(tmp_path: Path) -> None:
     assert generation_defaults(tmp_path) == {}
-
-
-def test_a_model_that_is_one_file_has_none_and_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "model.gguf").touch()
-    assert generation_defaults(tmp_path / "model.gguf") == {}
-    assert not caplog.records

@@ -90,28 +90,6 @@ def test_a_row_may_be_longer_than_its_new_tokens(path: str) -> None:
     assert relative_error(got, world.expected(path, x, path == PARTS.values, ADAPTERS[0])) < 1e-5
 
 
-def test_no_adapter_and_no_context_leave_the_base_model() -> None:
-    world = World()
-    x = inputs(PARTS.keys, True, 2, 1)
-    with world.bank.forward([0, 0], [1, 1]):
-        got = world.adapted[PARTS.keys](x)
-    assert relative_error(got, world.bases[PARTS.keys](x)) < 1e-6
-
-
-def test_all_tokens_of_a_pass_read_a_heads_matrix_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, shapes = World(), []
-    product = MultiLinear.__call__
-
-    def recorded(self: MultiLinear, x: mx.array, transpose: bool = True) -> mx.array:
-        shapes.append(x.shape)
-        return product(self, x, transpose)
-
-    monkeypatch.setattr(MultiLinear, "__call__", recorded)
-    for rows, tokens in ((5, 1), (1, 5)):
-        assert world.adapted[PARTS.keys](inputs(PARTS.keys, True, rows, tokens)).shape == (rows, HEADS, tokens, LATENT)
-    assert shapes == [(1, HEADS, 5, KEYS)] * 2
-
-
 def test_spans_of_a_pass_with_gradients_use_their_own_factors() -> None:
     world = World()
     pairs = [weights.pairs[PATH] for weights in ADAPTERS]

@@ -18,8 +18,7 @@ from mlx_parallm.adapters.weights import ALL_LINEAR
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.layout import adapter_layout, without_gradient
-from mlx_parallm.model.linears import IndexFormat, JoinedLinears, install_adapters
-from mlx_parallm.model.split import trunk_of
+from mlx_parallm.model.linears import JoinedLinears, install_adapters
 
 LAYER = "model.layers.0"
 
@@ -157,31 +156,11 @@ def test_linears_that_quantize_their_inputs_may_have_adapters() -> None:
         assert model(mx.arange(9)[None]).shape == (1, 9, VOCAB_SIZE)
 
 
-def test_linears_with_the_same_input_are_a_group() -> None:
-    layout = adapter_layout(build("glm4"))
-    groups: dict[str, set[str]] = {}
-    for spec in layout.linears.values():
-        groups.setdefault(spec.group, set()).add(spec.target)
-    assert set(map(frozenset, groups.values())) == {
-        frozenset({"q_proj", "k_proj", "v_proj"}),
-        frozenset({"o_proj"}),
-        frozenset({"gate_up_proj"}),
-        frozenset({"down_proj"}),
-    }
-
-
 def test_a_model_that_does_not_run_is_said_to() -> None:
     model = tiny_model("llama")
     model.model.norm = nn.RMSNorm(3)
     with pytest.raises(UnsupportedModelError, match="does not run"):
         adapter_layout(model)
-
-
-def test_linears_are_as_before_the_trace() -> None:
-    model = tiny_model("qwen3_moe")
-    kinds = [type(part) for _, part in model.named_modules()]
-    adapter_layout(model)
-    assert [type(part) for _, part in model.named_modules()] == kinds
 
 
 @pytest.mark.parametrize("kind", ["plain", "with a bias", "quantized", "of several bits"])
@@ -212,17 +191,3 @@ def test_joined_linears_have_their_weights_once() -> None:
     mx.eval([linear.parameters() for linear in linears])
     assert mx.get_active_memory() - before < 1024
     assert mx.array_equal(joined.linear.weight, mx.concatenate([linear.weight for linear in linears]))
-
-
-def test_the_experts_and_adapters_of_indices_are_computed_once_for_all_linears() -> None:
-    format, indices = IndexFormat(), mx.array([7, 0, 5])
-    with format.of(4):
-        experts, adapters = format.split(indices, 4)
-        assert (experts.tolist(), adapters.tolist()) == ([1, 0, 1], [3, 0, 1])
-        assert all(one is other for one, other in zip(format.split(indices, 4), (experts, adapters), strict=True))
-        assert format.split(mx.array([4, 4, 4]), 4)[0].tolist() == [1, 1, 1]
-
-
-def test_a_trunk_that_needs_more_than_tokens_and_caches_does_not_run_alone() -> None:
-    assert trunk_of(build("ours phixtral")) is None
-    assert trunk_of(model := build("llama")) is model.model

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from tiny import tiny_model
 
-from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.model.loading import fingerprint_files, keep_few_layers, model_files
 
 MIB = 1 << 20
@@ -88,20 +87,6 @@ def test_every_byte_of_a_large_files_ends_counts(large: Path, at: int) -> None:
         file.seek(at)
         file.write(b"\1")
     assert fingerprint_files([large]) != before
-
-
-def test_model_files_are_those_that_are_loaded(tmp_path: Path) -> None:
-    model(tmp_path)
-    for name in ("model-00002-of-00002.safetensors", "adapters.safetensors", "tokenizer.json", "README.md"):
-        (tmp_path / name).touch()
-    names = {path.name for path in model_files(tmp_path)}
-    assert names == {"model.safetensors", "model-00002-of-00002.safetensors", "config.json"}
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").touch()
-    with pytest.raises(ModelNotFoundError):
-        model_files(tmp_path)
 
 
 def test_one_layer_more_than_there_are_kinds_is_kept() -> None:

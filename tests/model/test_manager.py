@@ -7,9 +7,7 @@ import mlx.core as mx
 import pytest
 from family_checks import CONFIGURATIONS, build
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
-from mlx_lm.utils import quantize_model, save_config, save_model
 from tiny import (
     EOS_ID,
     FAMILIES,
@@ -74,26 +72,6 @@ def test_stored_types_become_float32_on_a_cpu(tmp_path):
     assert loaded.model(TOKENS).dtype == mx.float32
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_quantized_directories_are_dequantized_on_a_cpu(family, tmp_path):
-    model = save_tiny(family, tmp_path)
-    dense = model(TOKENS)
-    quantized, config = quantize_model(model, tiny_config(family), group_size=32, bits=8)
-    assert any(name.endswith(".scales") for name, _ in tree_flatten(quantized.parameters()))
-    want = quantized(TOKENS)
-    save_model(tmp_path, quantized)
-    save_config(config, tmp_path / "config.json")
-
-    loaded = load(tmp_path)
-
-    assert {array.dtype for _, array in tree_flatten(loaded.model.parameters())} == {mx.float32}
-    assert loaded.card.quantization == "8-bit, dequantized"
-    assert loaded.card.parameters == sum(array.size for _, array in tree_flatten(loaded.model.parameters()))
-    got = loaded.model(TOKENS)
-    assert mx.abs(got - want).max().item() < 1e-4
-    assert mx.abs(got - dense).max().item() > 1e-3  # it is the quantized weights that were loaded
-
-
 @pytest.mark.parametrize("path", ["/no/such/dir", "./nowhere", "~/nowhere-at-all", "too/many/parts"])
 def test_a_missing_directory_is_said_to_be_missing(path):
     with pytest.raises(ModelNotFoundError, match="no model directory"):
@@ -152,13 +130,6 @@ def test_a_directory_without_a_tokenizer_says_so(tmp_path):
         load(tmp_path)
 
 
-def test_a_model_file_that_lacks_a_package_is_refused(tmp_path):
-    save_tiny("llama", tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGURATIONS["olmo"]))
-    with pytest.raises(UnsupportedModelError, match="cannot load"):
-        load(tmp_path)
-
-
 def test_remote_code_of_a_tokenizer_does_not_run(tmp_path):
     save_tiny("llama", tmp_path)
     (tmp_path / "evil.py").write_text("raise SystemExit('remote code ran')")
@@ -167,17 +138,6 @@ def test_remote_code_of_a_tokenizer_does_not_run(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="trust_remote_code"):
         load(tmp_path)
-
-
-def test_caches_of_a_class_of_their_own_need_rows_one_by_one(tmp_path, monkeypatch):
-    class OtherCache(KVCache):
-        pass
-
-    save_tiny("llama", tmp_path)
-    monkeypatch.setattr(llama.Model, "make_cache", lambda self: [OtherCache() for _ in self.layers], raising=False)
-    plan = load(tmp_path).plan
-    assert plan.compatible
-    assert plan.layout.opaque.keys() == set(range(len(plan.layout.layers)))
 
 
 def test_positions_that_depend_on_the_whole_row_need_rows_one_by_one(tmp_path):

@@ -1,12 +1,14 @@
 import json
 import os
 
+import lora
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 import numpy as np
 import pytest
 from family_checks import CONFIGURATIONS, build
+from lora import random_adapter
 from mlx.utils import tree_flatten
 from mlx_lm.utils import quantize_model, save_config, save_model
 from tiny import save_directory, save_tiny, tiny_config, tiny_model
@@ -14,7 +16,6 @@ from tiny import save_directory, save_tiny, tiny_config, tiny_model
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.formats import write_mlx_lm, write_peft
 from mlx_parallm.adapters.forward_context import OneAdapter
-from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError, UnsupportedModelError
 from mlx_parallm.model import merge as merging
 from mlx_parallm.model.bundled import load_bundled
@@ -27,17 +28,10 @@ TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 SCALE = 1.5
 
 
-def make_adapter(model, folder, write=write_mlx_lm, targets=("q_proj", "down_proj"), size=0.3):
+def make_adapter(model, folder, write=write_mlx_lm, targets=("q_proj", "down_proj")):
     """Writes a rank-4 adapter of these linears and gives its weights."""
     layout = adapter_layout(model)
-    rng = np.random.default_rng(0)
-    pairs = {}
-    for spec in layout:
-        if spec.target in targets:
-            a = rng.normal(size=spec.a_shape(4)) / np.sqrt(spec.in_features)
-            b = size * rng.normal(size=spec.b_shape(4))
-            pairs[spec.path] = LoRAPair(a.astype(np.float32), b.astype(np.float32), SCALE)
-    weights = AdapterWeights(pairs)
+    weights = random_adapter(layout, 0, targets=targets, size=1.0, scale=SCALE)
     write(folder, weights, layout, None)
     return weights
 
@@ -47,12 +41,11 @@ def delta(pair):
     return mx.array(SCALE * product.swapaxes(-1, -2).astype(np.float32))
 
 
-def by_hand(model, weights):
-    """A dense model with the adapter added to its weights."""
-    modules = dict(model.named_modules())
-    for path, pair in weights.pairs.items():
-        modules[path].weight = modules[path].weight + delta(pair)
-    return model
+def served(model, weights):
+    """Logits of the model as a server computes them with the adapter."""
+    install_adapters(model, bank := AdapterBank(adapter_layout(model), 1, 4, mx.float32))
+    with bank.using(OneAdapter(weights, mx.float32)):
+        return model(TOKENS)
 
 
 def save_quantized(family, path, bits=4, dtype=mx.float32):
@@ -79,7 +72,7 @@ def test_a_dense_model_merges_to_base_plus_adapter(family, tmp_path):
     before = model(TOKENS)
     merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "out" / "merged")
     merged, tokenizer = mlx_lm.utils.load(str(tmp_path / "out" / "merged"))
-    assert relative_error(merged(TOKENS), by_hand(model, weights)(TOKENS)) < 1e-5
+    assert relative_error(merged(TOKENS), lora.merged(model, weights)(TOKENS)) < 1e-5
     assert relative_error(merged(TOKENS), before) > 1e-2
     assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
@@ -118,17 +111,6 @@ def test_a_quantized_model_is_quantized_again_as_it_was(bits, tmp_path):
     assert all(mx.array_equal(stored[name], array) for name, array in untouched.items())
 
 
-def test_eight_bits_keep_what_the_adapter_says(tmp_path):
-    """8 bits round to about 1/255 of a group's range: logits move by percents, the adapter moves them by tens."""
-    base = save_quantized("llama", tmp_path / "base", bits=8)
-    make_adapter(base, tmp_path / "adapter")
-    for dequantize in (False, True):
-        merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / f"{dequantize}", dequantize=dequantize)
-    coarse, exact = (mlx_lm.utils.load(str(tmp_path / f"{dequantize}"))[0] for dequantize in (False, True))
-    assert relative_error(coarse(TOKENS), exact(TOKENS)) < 0.05
-    assert relative_error(base(TOKENS), exact(TOKENS)) > 0.2
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_dequantized_output_is_dense_and_exact(family, tmp_path):
     base = save_quantized(family, tmp_path / "base")
@@ -138,7 +120,7 @@ def test_dequantized_output_is_dense_and_exact(family, tmp_path):
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert not {"quantization", "quantization_config"} & config.keys()
     assert {array.dtype for _, array in tree_flatten(merged.parameters())} == {mx.float32}
-    want = by_hand(mlx_lm.utils.dequantize_model(base), weights)
+    want = lora.merged(mlx_lm.utils.dequantize_model(base), weights)
     assert relative_error(merged(TOKENS), want(TOKENS)) < 1e-5
 
 
@@ -174,22 +156,6 @@ def test_biases_and_the_generation_config_are_kept(tmp_path):
 # ---- heads ---------------------------------------------------------------------------------------
 
 
-def with_head(model, weights):
-    """The model with the head's change added to its logits before anything else is done to them."""
-    pair, embedding = weights.pairs["lm_head"], adapter_layout(model).head.embedding
-    module = dict(model.named_modules())[embedding or "lm_head"]
-    inner = module.as_linear if embedding else module
-
-    def outer(x):
-        return inner(x) + x @ delta(pair).T
-
-    if embedding:
-        module.as_linear = outer
-    else:
-        model.lm_head = outer
-    return by_hand(model, AdapterWeights({path: p for path, p in weights.pairs.items() if path != "lm_head"}))
-
-
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("llama", True), ("qwen2", True), ("phi3", True)])
 def test_a_head_is_merged_and_a_tied_one_becomes_a_head_of_its_own(family, tied, tmp_path):
     model = save_tiny(family, tmp_path / "base", tie_word_embeddings=tied)
@@ -199,7 +165,7 @@ def test_a_head_is_merged_and_a_tied_one_becomes_a_head_of_its_own(family, tied,
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is False
     assert mx.array_equal(merged.model.embed_tokens.weight, model.model.embed_tokens.weight)
     assert relative_error(merged(TOKENS), model(TOKENS)) > 1e-2
-    assert relative_error(merged(TOKENS), with_head(model, weights)(TOKENS)) < 1e-5
+    assert relative_error(merged(TOKENS), lora.merged(model, weights)(TOKENS)) < 1e-5
 
 
 def test_a_tied_gemma3_gets_a_head_of_its_own(tmp_path):
@@ -211,7 +177,7 @@ def test_a_tied_gemma3_gets_a_head_of_its_own(tmp_path):
     merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
     merged, _ = mlx_lm.utils.load(str(tmp_path / "merged"))
     assert not merged.tie_word_embeddings
-    assert relative_error(merged(TOKENS), with_head(model, weights)(TOKENS)) < 1e-5
+    assert relative_error(merged(TOKENS), lora.merged(model, weights)(TOKENS)) < 1e-5
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -224,11 +190,9 @@ def test_keys_and_values_of_latent_attention_are_merged_head_by_head(quantized, 
     merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
     merged, _ = mlx_lm.utils.load(str(tmp_path / "merged"))
     before = model(TOKENS)
-    install_adapters(model, bank := AdapterBank(adapter_layout(model), 1, 4, mx.float32))
-    with bank.using(OneAdapter(weights, mx.float32)):
-        served = model(TOKENS)
-    assert relative_error(served, before) > 0.1
-    assert relative_error(merged(TOKENS), served) < (0.1 if quantized else 1e-4)
+    logits = served(model, weights)
+    assert relative_error(logits, before) > 0.1
+    assert relative_error(merged(TOKENS), logits) < (0.1 if quantized else 1e-4)
 
 
 def test_a_tied_model_without_a_change_of_the_head_stays_tied(tmp_path):
@@ -254,14 +218,15 @@ def test_a_model_that_cannot_be_untied_is_refused_and_nothing_is_written(name, t
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_the_head_of_the_bundled_model_is_packed_as_its_embedding_is(dequantize, tmp_path):
     model, _, _ = load_bundled(dequantize=False)
+    embedding = model.model.embed_tokens.weight
     weights = make_adapter(model, tmp_path / "adapter", targets=("lm_head",))
     merge(None, tmp_path / "adapter", tmp_path / "merged", dequantize=dequantize)
     merged, _ = mlx_lm.utils.load(str(tmp_path / "merged"))
-    assert relative_error(merged(TOKENS), with_head(model, weights)(TOKENS)) < (1e-4 if dequantize else 0.05)
+    assert relative_error(merged(TOKENS), served(model, weights)) < (2e-4 if dequantize else 0.05)
     if dequantize:
         return
     assert (merged.lm_head.bits, merged.lm_head.group_size) == (8, 32)
-    assert mx.array_equal(merged.model.embed_tokens.weight, model.model.embed_tokens.weight)
+    assert mx.array_equal(merged.model.embed_tokens.weight, embedding)
     packing = json.loads((tmp_path / "merged" / "config.json").read_text())["quantization"]["lm_head"]
     assert (packing["bits"], packing["group_size"]) == (8, 32)
 
@@ -294,13 +259,6 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
     assert sorted(os.listdir(tmp_path)) == before
-
-
-def test_an_adapter_of_another_model_is_refused(tmp_path):
-    save_tiny("llama", tmp_path / "base")
-    make_adapter(tiny_model("llama", intermediate_size=128), tmp_path / "adapter")
-    with pytest.raises(AdapterFileError, match="of another base model"):
-        merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "merged")
 
 
 def test_the_bundled_model_stays_as_it_is_packed(tmp_path):

@@ -11,23 +11,20 @@ import mlx.nn as nn
 import mlx_lm.utils
 import pytest
 from family_checks import CONFIGURATIONS
-from lora import random_adapter
 from mlx.utils import tree_flatten
 from mlx_lm.models import bitnet
 from mlx_lm.models.bitlinear_layers import BitLinear
 from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from mlx_lm.utils import quantize_model, save_config, save_model
-from tiny import VOCAB_SIZE, build_model, tiny_config, tiny_model, tiny_tokenizer
+from tiny import VOCAB_SIZE, build_model, tiny_config, tiny_tokenizer
 
-from mlx_parallm.adapters.formats import write_mlx_lm
 from mlx_parallm.adapters.weights import AdapterLayout
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.manager import SharedModelManager
-from mlx_parallm.model.merge import merge
-from mlx_parallm.model.packing import as_dense, dense_weight, dequantize, packed_like
+from mlx_parallm.model.packing import dequantize, packed_like
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 AFFINE = [{"mode": "affine", "bits": bits, "group_size": size} for bits in (2, 3, 4, 5, 6, 8) for size in (32, 64, 128)]
@@ -164,26 +161,6 @@ def test_experts_with_a_global_scale_each(tmp_path: Path) -> None:
     assert relative_error(manager.model(TOKENS), dense(TOKENS)) < 0.6
 
 
-def test_merged_experts_keep_a_global_scale_each(tmp_path: Path) -> None:
-    packed = saved("qwen3_moe", tmp_path / "base", mode="nvfp4", group_size=16, bits=4, global_scale=True)
-    layout = adapter_layout(packed)
-    weights = random_adapter(layout, 1, 4, {"up_proj"}, scale=0.5)
-    (tmp_path / "adapter").mkdir()
-    write_mlx_lm(tmp_path / "adapter", weights, layout)
-    path = "model.layers.1.mlp.switch_mlp.up_proj"
-    for dense in (False, True):
-        merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / f"{dense}", dequantize=dense)
-    coarse, exact = (mlx_lm.utils.load(str(tmp_path / f"{dense}"))[0] for dense in (False, True))
-    got, want = (dense_weight(dict(model.named_modules())[path]) for model in (coarse, exact))
-    pair = weights.pairs[path]
-    by_hand = dense_weight(packed.layers[1].mlp.switch_mlp.up_proj) + pair.scale * (
-        mx.array(pair.a) @ mx.array(pair.b)
-    ).swapaxes(-1, -2)
-    assert relative_error(want, by_hand) < 1e-6
-    assert coarse.layers[1].mlp.switch_mlp.up_proj.global_scale.shape == (4,)
-    assert relative_error(got, want) < 0.2
-
-
 @pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
 def test_models_whose_activations_are_quantized_too(mode: str, tmp_path: Path) -> None:
     """MLX quantizes activations on a GPU only; here they are not."""
@@ -194,18 +171,6 @@ def test_models_whose_activations_are_quantized_too(mode: str, tmp_path: Path) -
     assert isinstance(stored.lm_head, nn.QQLinear)
     assert shape(adapter_layout(stored)) == shape(adapter_layout(packed))
     assert_same("llama", loaded(tmp_path), packed)
-
-
-def test_layers_that_were_dense_for_a_while_are_packed_again() -> None:
-    model = tiny_model("qwen3_moe")
-    nn.quantize(model, group_size=32, bits=4)
-    before, want = dict(tree_flatten(model.parameters())), model(TOKENS)
-    with as_dense(model):
-        assert not any("scales" in each for each in model.modules())
-    after = dict(tree_flatten(model.parameters()))
-    assert after.keys() == before.keys()
-    assert all(after[name] is before[name] for name in after)
-    assert mx.array_equal(model(TOKENS), want)
 
 
 @pytest.mark.parametrize("inverted", [False, True])
@@ -240,16 +205,3 @@ def test_a_ternary_model_is_dense_and_takes_adapters(tmp_path: Path) -> None:
     assert shape(adapter_layout(stored)) == shape(layout)
     with pytest.raises(UnsupportedModelError, match="cannot hold an adapter"):
         packed_like(stored.layers[0].mlp.up_proj, nn.Linear(1, 1))
-
-
-def test_a_packing_without_a_dense_kind_stays_packed() -> None:
-    class OddQuantizedLinear(nn.QuantizedLinear):
-        pass
-
-    model = tiny_model("llama")
-    nn.quantize(model, group_size=32, bits=8)
-    model.lm_head.__class__ = OddQuantizedLinear
-    want = model(TOKENS)
-    dequantize(model)
-    assert [type(each) for each in model.modules() if "scales" in each] == [OddQuantizedLinear]
-    assert relative_error(model(TOKENS), want) < ROUNDING

@@ -1,9 +1,8 @@
 import inspect
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from tiny import EOS_ID, tiny_tokenizer
+from tiny import tiny_tokenizer
 from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -45,40 +44,12 @@ def sentencepiece():
     return Tokenizer(TokenizerWrapper(hf))
 
 
-@pytest.mark.parametrize("text", [TEXT, "", " leading", "<|im_start|>user\nhi<|im_end|>"])
-def test_round_trip(smollm, text):
-    assert smollm.decode(smollm.encode(text)) == text
-
-
 def test_digits_are_single_tokens_and_special_ones_are_recognised(smollm):
     assert [smollm.token_bytes(i) for i in smollm.encode("a 123<|im_end|>")] == [
         *(b"a", b" ", b"1", b"2", b"3"),
         b"<|im_end|>",
     ]
     assert smollm.encode("<|im_end|>") == [2] == list(smollm.eos_token_ids)
-
-
-def test_no_silent_bos(smollm):
-    assert smollm.encode("hi") == smollm.encode("hi", add_special_tokens=False)
-
-
-def test_token_bytes_join_to_the_text(smollm):
-    assert b"".join(map(smollm.token_bytes, smollm.encode(TEXT))) == TEXT.encode()
-
-
-def test_special_tokens_are_skipped_on_request(smollm):
-    ids = smollm.encode("one<|im_end|>two<|endoftext|>")
-    assert smollm.decode(ids, skip_special_tokens=True) == "onetwo"
-
-
-def test_chat_template_is_chatml(smollm):
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-    ]
-    head = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-    assert smollm.decode(smollm.apply_chat_template(messages, add_generation_prompt=False)) == head
-    assert smollm.decode(smollm.apply_chat_template(messages)) == head + "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("messages", [[{"role": "user"}], [{"content": "hi"}], [{"role": "user", "content": [1]}]])
@@ -103,11 +74,6 @@ def test_a_model_without_template_says_so():
         tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
 
 
-def test_template_kwargs_reach_the_template():
-    tokenizer = tiny(chat_template="{{ mood }}")
-    assert tokenizer.decode(tokenizer.apply_chat_template([{"role": "user", "content": ""}], mood="calm")) == "calm"
-
-
 def test_bos_is_added_once():
     tokenizer = sentencepiece()
     assert tokenizer.encode("x")[0] == 1
@@ -120,18 +86,6 @@ def test_sentencepiece_tokens_have_exact_bytes():
     paris = tokenizer.encode("é", add_special_tokens=False)
     assert b"".join(map(tokenizer.token_bytes, paris)) == " é".encode()
     assert tokenizer.token_bytes(260) == b" Paris"
-
-
-def test_padded_vocabulary_ids_have_no_bytes():
-    tokenizer = tiny()
-    assert tokenizer.vocab_size == EOS_ID + 2
-    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
-
-
-def test_many_threads_share_one_tokenizer(smollm):
-    texts = [f"{TEXT} {i}" for i in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(lambda text: smollm.decode(smollm.encode(text)), texts)) == texts
 
 
 @pytest.mark.parametrize("text", ["The capital is", " two  spaces ", "<|im_end|>\n<|im_start|>user"])

@@ -38,11 +38,6 @@ def test_transformers_reads_it_without_a_network(folder):
     assert json.loads(done.stdout) == [ids, expected.eos_token_id]
 
 
-def test_transformers_4_knows_the_class_too(folder):
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
-
-
 def test_the_tokenizer_of_a_model_directory(folder, tmp_path, capsys):
     source, saved = tmp_path / "model", tmp_path / "saved"
     source.mkdir()

@@ -164,14 +164,6 @@ def test_an_integer_of_a_call_stays_within_64_bits(compiler: LLCompiler, name: s
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_one_call_is_one_call(compiler: LLCompiler, name: str) -> None:
-    family = FAMILIES[name]
-    grammar = compiler.compile(of(family, *TOOLS, most=1))
-    for seed in range(8):
-        assert len(calls_in(family, walk(grammar, seed, pull(family)), TOOLS)) == 1
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 def test_a_free_text_is_bound_inside_calls_alone(compiler: LLCompiler, name: str) -> None:
     family = FAMILIES[name]
     grammar = compiler.compile(of(family, *TOOLS, free=True))
@@ -238,9 +230,3 @@ def test_the_grammar_takes_marks_as_special_tokens() -> None:
         assert state.ended
     finally:
         compiler.close()
-
-
-def test_a_model_without_a_parser_is_told_of_tools_in_a_message() -> None:
-    plain = Tokenizer(TokenizerWrapper(tiny_tokenizer()))
-    assert (plain.tool_format.in_template, plain.tool_format.starts[0]) == (False, "<tool_call>")
-    assert plain.reasoning is None
