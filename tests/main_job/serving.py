@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import socket
 import subprocess
@@ -168,13 +167,3 @@ def asking(server: Server, model: str) -> Iterator[list[Said]]:
 
 def text_of(chunks: Iterable[openai.types.Completion]) -> str:
     return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
-
-
-def assert_refused(server: Server, requests: Iterable[tuple[str, dict[str, str]]]) -> None:
-    for path, body in requests:
-        answer = server.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-        assert answer.status_code == 400, (body, answer.text)
-        error = answer.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"}
-        assert error["type"] == "invalid_request_error"
-        assert error["message"], body

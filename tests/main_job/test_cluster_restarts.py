@@ -18,7 +18,7 @@ from main_job.serving import Server
 
 pytestmark = pytest.mark.slow
 
-CONTENTS, PUBLISHES, CLIENTS, STILL_S = 5, 50, 4, 8
+CONTENTS, PUBLISHES, CLIENTS = 5, 50, 4
 
 
 @pytest.fixture(scope="module")

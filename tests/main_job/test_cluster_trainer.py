@@ -22,7 +22,7 @@ from tiny import save_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TRAJECTORIES, GROUP, UPDATE, REQUESTS = 500, 2, 10, 16
+TRAJECTORIES, GROUP, UPDATE = 500, 2, 10
 COLLECTING = ("--group-size", str(GROUP), "--prompts-per-step", str(UPDATE // GROUP), "--learning-rate", "1e-5")
 REWARD = """
 import zlib

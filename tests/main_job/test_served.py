@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -89,28 +88,6 @@ def test_with_tools_and_a_format_every_finished_answer_is_a_call_or_has_the_form
         jsonschema.validate(json.loads(text or ""), WEATHER if calls else CAPITAL)
         assert choice.finish_reason == ("tool_calls" if calls else "stop")
         assert not (calls and choice.message.content)
-
-
-@pytest.mark.slow
-def test_many_at_once_say_what_each_says_alone(server: Server) -> None:
-    """Greedy answers of a mixed batch; a sampled row with a seed beside other neighbours."""
-    client = server.client()
-    prompts = [f"Count from {i} to {i + 5}:" + " please" * (7 * i) for i in range(6)]
-
-    def ask(prompt: str) -> str:
-        done = client.completions.create(model="base", prompt=prompt, max_tokens=12, temperature=0)
-        return done.choices[0].text
-
-    def draw(_: int) -> str:
-        done = client.completions.create(model="base", prompt="Once upon", max_tokens=12, temperature=0.8, seed=5)
-        return done.choices[0].text
-
-    alone, drawn_alone = [ask(prompt) for prompt in prompts], draw(0)
-    with ThreadPoolExecutor(8) as pool:
-        drawn = [pool.submit(draw, i) for i in range(2)]
-        together = list(pool.map(ask, prompts))
-    assert together == alone
-    assert {future.result() for future in drawn} == {drawn_alone}
 
 
 def test_books_are_clean_afterwards(server: Server) -> None:

@@ -6,12 +6,9 @@ import asyncio
 import os
 from pathlib import Path
 
-import pytest
-
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import CollectionSpec, FinishReason
 from mlx_parallm.core.trajectories import Trajectory
-from mlx_parallm.rl.scoring.pool import ScoringError
 
 SHORT_S = 2.0
 LONG_S = 60.0
@@ -131,13 +128,6 @@ def group(scorer, *texts, finish_reason=FinishReason.STOP, client="", **metadata
         )
         for index, text in enumerate(texts)
     ]
-
-
-async def fault(service, scorer, *texts):
-    with pytest.raises(ScoringError) as caught:
-        await service.score(group(scorer, *(texts or ("x",))))
-    assert str(caught.value).startswith(scorer)
-    return str(caught.value)
 
 
 async def file_of(folder: Path, name: str) -> str:

@@ -87,15 +87,6 @@ def test_what_the_default_collector_leaves_empty_counts_as_not_sent() -> None:
     assert trajectories_of(group(**empty, inference_logprobs=None), LIMITS)[0].sampling_logprobs == ()
 
 
-def test_a_sequence_without_trained_tokens_still_counts_in_the_mean() -> None:
-    data = group(masks=[[-100] * 6, [-100, -100, 5]], inference_logprobs=None)
-    made = trajectories_of(data, LIMITS)
-    scored = ScoredGroup(tuple(Episode((each,)) for each in made), (1.0, 0.0), "atropos")
-    (only,) = prepare([scored], TRAINING.loss, RewardHistory()).batch.samples
-    assert only.token_ids == (1, 2, 5)
-    assert only.advantages[2] == pytest.approx(-1.0, abs=1e-3)
-
-
 def test_the_first_token_is_never_trained() -> None:
     (one,) = trajectories_of(group(tokens=[[1, 2]], masks=[[1, 2]], scores=[1], inference_logprobs=None), LIMITS)
     assert (one.prompt_ids, one.completion_ids) == ((1,), (2,))

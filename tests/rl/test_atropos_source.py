@@ -103,16 +103,6 @@ async def test_it_registers_again_after_the_api_was_restarted(api: RunApi) -> No
     assert len(again.registered) == 1
 
 
-async def test_it_takes_nothing_while_training_has_enough(api: RunApi) -> None:
-    api.batches = [[scored()]] * 5
-    training = Training()
-    training.wanted = 2
-    async with taking(api.url, training):
-        await until(lambda: len(training.groups) == 2)
-        await asyncio.sleep(0.05)
-    assert len(api.batches) == 3
-
-
 async def test_a_bad_group_costs_only_itself(api: RunApi, caplog: pytest.LogCaptureFixture) -> None:
     api.batches = [[scored(tokens=[[1, 2]]), "no group", scored()]]
     training = Training()

@@ -1,4 +1,4 @@
-"""The curriculum: how often levels are drawn, how a run goes on, and what it saves a learner that is simulated."""
+"""The curriculum: how often levels are drawn, and how a run goes on."""
 
 from __future__ import annotations
 
@@ -184,9 +184,3 @@ def test_a_run_that_takes_tasks_ahead_goes_on_exactly(levels: Sequence[str], sto
     second.settle()
     assert second.state == first.state
     assert second.cards == first.cards
-
-
-# ---- a learner -----------------------------------------------------------------------------------
-
-GROUP, TASKS = 8, 4
-"""Samples of a task, and tasks of an update."""

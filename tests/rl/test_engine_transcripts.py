@@ -114,18 +114,3 @@ async def test_an_adapter_that_the_server_has_forgotten_fails_the_draw(
         with pytest.raises(EngineError, match=reason):
             await answered(made.engine)
         await made.engine.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_an_unload_that_fails_leaves_no_files(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    exchanges = [*scene(kind, "draw")[:3], *scene(kind, "unload unknown")]
-    with serving(answers_of(exchanges)) as server:
-        made = make(kind, server.url, tmp_path / "sent")
-        await made.engine._api.connect()
-        await answered(made.engine)
-        await made.engine.close()
-    assert server.answers == []
-    assert not made.folder.exists()
-    assert "is still loaded" in caplog.text

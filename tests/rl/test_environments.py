@@ -39,27 +39,6 @@ def test_equal_seeds_give_equal_tasks_and_others_share_none():
     assert len(set.union(*seen)) == sum(map(len, seen))
 
 
-class Draws:
-    """A data set of four whose generator fails for some."""
-
-    def __init__(self, fails):
-        self._fails = fails
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        if index in self._fails:
-            raise RuntimeError("no path in 1000 tries")
-        return {"question": f"q{index}", "answer": "a", "metadata": {}}
-
-
-def test_a_generator_that_makes_nothing_is_a_fault(monkeypatch):
-    monkeypatch.setattr("mlx_parallm.rl.scoring.gym.dataset", lambda task, seed: Draws({0, 1, 2, 3}))
-    with pytest.raises(RuntimeError, match="no path"):
-        questions("reasoning_gym:maze", 0, 1)
-
-
 SOURCE = """
 from mlx_parallm.core.requests import (CollectionSpec)
 from mlx_parallm.rl.environments import Task

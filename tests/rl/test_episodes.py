@@ -16,7 +16,6 @@ from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.objectives import ScoredGroup, data_of, prepare, token_advantages
 from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode
-from mlx_parallm.train.advantages import GroupAdvantages
 from mlx_parallm.train.data import Datum
 from mlx_parallm.train.losses import LOSSES, TokenBatch, UpdateTotals, sequence_mean
 
@@ -50,11 +49,6 @@ def test_a_turn_that_continues_nothing_is_a_sample_of_its_own() -> None:
     samples = made(turn((1, 2), (3, 4)), turn((1, 2, 3, 9), (6,)), turn((1, 2, 3, 4, 5), (7,)))
     assert [sample.token_ids for sample in samples] == [(1, 2, 3, 4, 5, 7), (1, 2, 3, 9, 6)]
     assert {sample.group for sample in samples} == {7}
-
-
-def test_the_same_prompt_again_does_not_continue_its_answer() -> None:
-    samples = made(turn((1, 2), (3,)), turn((1, 2), (4,)))
-    assert [sample.token_ids for sample in samples] == [(1, 2, 3), (1, 2, 4)]
 
 
 def test_a_turn_that_was_cut_off_is_context_if_truncated_answers_are_masked() -> None:
@@ -132,11 +126,3 @@ def test_episodes_of_equal_rewards_are_compared_by_those_of_their_tokens(scorer:
     assert same.no_signal is DropReason.ZERO_VARIANCE
     if scorer != FEEDBACK:  # equal scores from people are compared with earlier ones
         assert prepare([same], loss_config(), RewardHistory()).batch.samples == ()
-
-
-def test_kto_compares_equal_whole_rewards_from_people_with_the_threshold() -> None:
-    """It does not read the rewards of tokens."""
-    group = ScoredGroup((EARLY, LATE), (1.0, 1.0), FEEDBACK)
-    (rated,) = prepare([group], loss_config(Algorithm.KTO), RewardHistory()).advantages
-    assert isinstance(rated, GroupAdvantages)
-    assert rated.values == (1.0, 1.0)

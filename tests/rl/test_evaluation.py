@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from itertools import count, islice
 from typing import Any
@@ -95,22 +94,6 @@ async def test_the_result_is_the_mean_reward_with_its_interval() -> None:
 )
 def test_rewards_of_0_and_1_get_wilsons_interval(right: int, tasks: int, low: float, high: float) -> None:
     assert interval([1.0] * right + [0.0] * (tasks - right)) == pytest.approx((low, high), abs=5e-5)
-
-
-def test_other_rewards_get_the_standard_error_of_the_mean() -> None:
-    low, high = interval([0.0, 0.5, 1.0, 0.5])
-    margin = 1.959964 * math.sqrt(((0.5**2) * 2 / 3) / 4)
-    assert (low, high) == pytest.approx((0.5 - margin, 0.5 + margin))
-
-
-async def test_the_samples_of_a_task_count_as_one_in_the_interval() -> None:
-    """Four equal samples of each task tell no more than one."""
-    settings = AnswerSettings(samples=4, temperature=1.0, max_tokens=9)
-    right = [f"{number}.{index}" for number in range(0, 16, 3) for index in range(4)]
-    result = await evaluator(Engine(), rewarding(*right), tasks(16), settings).evaluate(NEW, 1)
-    alone = await evaluator(Engine(), rewarding(*map(str, range(0, 16, 3))), tasks(16), GREEDY).evaluate(NEW, 1)
-    assert (result.answers, alone.answers) == (64, 16)
-    assert (result.mean, result.low, result.high) == (alone.mean, alone.low, alone.high)
 
 
 # ---- what is asked -------------------------------------------------------------------------------

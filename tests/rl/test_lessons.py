@@ -169,16 +169,6 @@ async def test_what_the_model_says_when_asked_for_the_word_is_imitated_as_an_ans
     assert len({request.request_id for request in asked}) == 2
 
 
-def test_examples_help_if_few_answers_earn_a_reward() -> None:
-    rare, enough = LessonProgress(spec(1).prompts, 20, None), LessonProgress(spec(1).prompts, 20, None)
-    scored(rare, (1.0, *[0.0] * 18))
-    assert not rare.needs_examples, "too early to say"
-    scored(rare, (0.0, 0.0))
-    assert rare.needs_examples
-    scored(enough, (1.0, 1.0, *[0.0] * 18))
-    assert not enough.needs_examples
-
-
 # ---- the file ------------------------------------------------------------------------------------
 
 

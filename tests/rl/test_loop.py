@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -218,23 +217,3 @@ async def test_whatever_fails_around_an_update_is_reported_and_the_loop_goes_on(
         await settle()
         assert rig.kinds[-2:] == ["resumed", "update"], "nothing that waited is lost"
         rig.check()
-
-
-async def test_updates_asked_for_and_automatic_ones_take_turns() -> None:
-    rig = await opened(settings=changed(SETTINGS, update_frequency=2))
-    async with running(rig):
-        rig.learner.hold = asyncio.Event()
-        for _ in range(3):
-            rig.drawn(1.0, 0.0)
-        await settle()
-        given = [GivenTrajectory((1,), (2,), 1.0), GivenTrajectory((1,), (3,), 0.0)]
-        asked = [asyncio.create_task(rig.loop.update(given)) for _ in range(2)]
-        asked.append(asyncio.create_task(rig.loop.update(None)))
-        await settle()
-        rig.learner.hold.set()
-        reports = await asyncio.gather(*asked)
-    versions = [ref(number) for number in range(1, len(rig.learner.batches) + 1)]
-    assert rig.publisher.flips == versions
-    assert [report.status for report in reports[:2]] == ["published", "published"]
-    assert rig.buffer.trained[NAME] + rig.buffer.drops[NAME].total() == 6, "each trajectory has one fate"
-    rig.check()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from configs import changed, limited
-from rl.fakes import policy, trajectories, value_of
+from rl.fakes import policy, trajectories
 from rl.rig import NAME, SETTINGS, opened, ref, running
 from saves import manager, weights
 
@@ -43,17 +43,6 @@ async def test_every_few_updates_are_saved_and_the_best_version_before_them() ->
     assert rig.publisher.saved[0][0].metrics["reward_running_mean"] == pytest.approx(0.25 + 0.25 * (1 - 0.8 * 0.9**6))
     two_updates = ["update", "update", "checkpoint", "checkpoint"]
     assert rig.kinds == [*two_updates, *two_updates, "update", "update", "checkpoint"]
-
-
-async def test_a_named_checkpoint_is_saved_at_once_published_or_not() -> None:
-    rig = await opened()
-    report = await rig.updated(1.0, 0.0, tag="good")
-    assert report.checkpoint == "checkpoint-1"
-    report = await rig.updated(1.0, 0.0, publish=False, tag="draft")
-    assert (report.status, report.adapter, report.checkpoint) == ("trained", ref(1), "checkpoint-2")
-    assert ("checkpoint-2", ref(2), ("draft",)) in rig.saves
-    assert rig.publisher.discarded == [ref(2)]
-    assert value_of(rig.publisher.saved[-1][1]) == 2.0
 
 
 async def test_a_checkpoint_on_request_holds_the_policy_and_its_optimizer() -> None:

@@ -94,15 +94,6 @@ async def test_more_may_come_than_are_wanted_and_the_late_ones_are_dropped() -> 
     assert world.add(group_id="g", group_size=2)[1].dropped is DropReason.CLOSED, "it is remembered"
 
 
-async def test_a_scorer_gets_the_whole_group_at_once() -> None:
-    world = World()
-    world.add(group_id="g", group_size=3, scorer="exact")
-    world.add(group_id="g", group_size=3, scorer="exact", n=2)
-    await asyncio.sleep(0.01)
-    assert world.rewards == [2.0, 2.0, 2.0]
-    assert len(world.group().members) == 3
-
-
 async def test_episodes_with_a_scorer_wait_until_their_group_is_closed() -> None:
     world = World()
     for episode in "ab":
@@ -205,15 +196,6 @@ async def test_one_stale_turn_drops_its_episode_and_no_other() -> None:
     assert reasons(world.group()) == [DropReason.STALE, TrajectoryState.WAITING]
     world.add(group_id="g", episode_id="a", adapter=new)
     assert world.buffer.drops["math"] == {DropReason.STALE: 3}, "a later turn of it is dropped too"
-
-
-async def test_an_open_group_gives_way_to_new_ones_and_takes_no_more_then() -> None:
-    world = World(size=4)
-    for _ in range(3):
-        world.add(group_id="g", episode_id="a")
-    world.add(group_id="h", n=2)
-    assert world.buffer.find("g") is None
-    assert world.add(group_id="g", episode_id="a")[1].dropped is DropReason.CLOSED
 
 
 async def test_an_open_group_that_nobody_rewards_ends_after_the_time_limit_of_feedback() -> None:

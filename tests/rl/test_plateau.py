@@ -76,15 +76,6 @@ def test_what_is_one(rewards: Sequence[float], level: float | None) -> None:
     assert plateau.level == level
 
 
-def test_the_better_answers_of_earlier_updates_are_kept_the_best_first_and_only_some() -> None:
-    plateau, _ = watched()
-    observe(plateau, (0.5, 1.0, 0.2, 0.3), *[(0.3,) * 4] * 30)
-    assert [group.rewards for group in plateau.better] == [(1.0,), (0.5,)]
-    assert all(group.remembered and len(group.episodes) == 1 for group in plateau.better)
-    observe(plateau, *[(0.4,) * 4] * 30)
-    assert [group.rewards for group in plateau.better] == [(1.0,), (0.5,)]
-
-
 def test_nothing_is_known_of_a_way_out_if_no_answer_has_ever_earned_anything() -> None:
     plateau, _ = watched()
     observe(plateau, (0.0,) * 4, (0.0,) * 4)

@@ -151,23 +151,6 @@ def test_gradients_equal_those_of_plain_forwards(family: str, checkpointed: bool
 # ---- steps ---------------------------------------------------------------------------------------
 
 
-def test_steps_lower_the_loss_and_the_same_steps_give_the_same_bits() -> None:
-    def fitted() -> tuple[list[float], RewardModel]:
-        trainer, _ = made()
-        training = RewardModelInTraining(
-            RewardModel.new(trainer.model.layout, LORA, 0), OptimizerConfig(learning_rate=0.01)
-        )
-        return [finished(trainer, step(trainer, training, pairs())).loss for _ in range(8)], training.model
-
-    losses, model = fitted()
-    assert losses[-1] < 0.5 * losses[0]
-    _, again = fitted()
-    assert all(
-        np.array_equal(a, b)
-        for (_, a), (_, b) in zip(tree_flatten(model.params), tree_flatten(again.params), strict=True)
-    )
-
-
 def test_gradients_that_are_not_finite_concern_their_caller_only() -> None:
     trainer, _ = made()
     start = moved(trainer)

@@ -16,7 +16,7 @@ from trainers import LORA
 
 from mlx_parallm.core.requests import CollectionSpec, Signal
 from mlx_parallm.core.trajectories import Trajectory
-from mlx_parallm.errors import ConflictError, InvalidRequestError
+from mlx_parallm.errors import ConflictError
 from mlx_parallm.extras.reward_models.cards import RewardModelSpec
 from mlx_parallm.extras.reward_models.folder import RewardModelFolder
 from mlx_parallm.extras.reward_models.learning import RewardModelDevice
@@ -59,24 +59,6 @@ async def run(tmp_path: Path):
     await journal.close()
 
 
-async def test_it_agrees_with_preferences_that_were_held_out(run: Any) -> None:
-    trainer, journal, folder = run
-    for number in range(12):
-        await journal.accept(("one", "other")[number % 2], edit(number))  # of any adapter
-    journal.dropped([each.trajectory_id for each in edit(0)], "held")
-    card = await trainer.train(SPEC)
-    assert (card.name, card.preferences, card.steps) == ("loud", 9, 9)
-    assert (card.held_out, card.held_out_agreement, card.held_out_high) == (3, 1.0, 1.0)
-    assert card.loss < 0.3
-    folder.check("loud")
-    loud, quiet = await trainer.score("loud", [(1, 30, 130, LOUD), (1, 30, 130, QUIET, END)])
-    assert loud > quiet
-    with pytest.raises(InvalidRequestError, match="silent"):
-        await trainer.score("silent", [(1, LOUD)])
-    with pytest.raises(ConflictError, match="exists; choose another name"):
-        await trainer.train(SPEC)
-
-
 async def test_an_edit_that_was_replaced_and_other_signals_do_not_count(run: Any) -> None:
     trainer, journal, _ = run
     for number in range(6):
@@ -85,19 +67,6 @@ async def test_an_edit_that_was_replaced_and_other_signals_do_not_count(run: Any
     journal.dropped([each.trajectory_id for each in edit(2)], "replaced")
     card = await trainer.train(replace(SPEC, held_out=0.0))
     assert (card.preferences, card.held_out, card.held_out_agreement, card.held_out_low) == (5, 0, None, None)
-
-
-async def test_what_is_refused(run: Any, tmp_path: Path) -> None:
-    trainer, journal, folder = run
-    with pytest.raises(ConflictError, match="no preferences; send some with POST /v1/training/preference"):
-        await trainer.train(SPEC)
-    await journal.accept("one", edit(0))
-    with pytest.raises(InvalidRequestError, match="held_out: 1 different prompts are too few"):
-        await trainer.train(SPEC)
-    with pytest.raises(InvalidRequestError, match="not a plain name"):
-        await trainer.train(replace(SPEC, name="../loud"))
-    with pytest.raises(InvalidRequestError, match="no reward model"):
-        folder.check("loud")
 
 
 async def test_one_reward_model_is_trained_at_a_time(run: Any) -> None:

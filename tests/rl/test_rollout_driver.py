@@ -104,15 +104,3 @@ async def test_while_rewards_are_awaited_the_groups_of_one_more_update_are_sampl
     await world.takes(4)  # the two that wait would be two versions old after the update that they are for
     world.is_changing = False
     await world.takes(6)
-
-
-@pytest.mark.parametrize(
-    "world",
-    [{"draw_ahead_after_s": None}, {"max_staleness": 0}, {"trajectory_buffer_size": 2 * WANTED - 1}],
-    indirect=True,
-)
-async def test_some_settings_take_turns(world: World) -> None:
-    await world.takes(2)
-    world.end(2)
-    world.quiet_s = 1.0
-    await world.takes(2)

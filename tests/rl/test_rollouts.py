@@ -5,13 +5,12 @@ from __future__ import annotations
 from itertools import count
 
 import pytest
-from rl.fakes import FakeEngine
 from rl.rollout_rig import LIVE, last_message, rig, text_of
 
-from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, SamplingParams, StopParams, WorkClass
-from mlx_parallm.errors import ContextLengthError, EngineDeadError, EngineError, StepFailedError, TrainingFailedError
+from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, WorkClass
+from mlx_parallm.errors import ContextLengthError, EngineDeadError, StepFailedError, TrainingFailedError
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.rollouts.answers import RolloutResult, events_of
+from mlx_parallm.rl.rollouts.answers import RolloutResult
 
 
 class Numbers:
@@ -51,27 +50,6 @@ async def test_each_task_becomes_one_collected_group_of_class_training() -> None
     assert len({request.request_id for request in requests}) == 4
     assert world.ended == dict.fromkeys(range(4), 4)
     assert world.leases.held == 0
-
-
-async def test_a_task_with_turns_of_tools_is_sampled_as_its_template_can_write_them() -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
-    turns = (
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": "yes"},
-    )
-
-    class WithTools:
-        def tasks(self, seed: int):
-            yield Task(turns, CollectionSpec("exact", {"answer": "1"}))
-
-    async with rig(WithTools(), yes) as world:
-        await world.draw(1)
-    (request,) = world.engine.requests
-    text = text_of(request.prompts[0])
-    assert '<assistant><tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>' in text
-    assert "<tool_response>\nyes\n</tool_response>" in text
-    assert request.collection.messages == turns
 
 
 async def test_no_two_samples_of_any_runs_share_a_seed() -> None:
@@ -119,9 +97,3 @@ async def test_a_dead_engine_ends_the_rollouts() -> None:
     async with rig(Numbers(), dies) as world:
         with pytest.raises(EngineDeadError):
             await world.draw(2)
-
-
-async def test_a_request_without_an_end_is_an_error() -> None:
-    request = GenerationRequest("r", ((1,),), SamplingParams(), StopParams(1))
-    with pytest.raises(EngineError, match="terminal"):
-        [event async for event in events_of(FakeEngine([]).generate(request))]

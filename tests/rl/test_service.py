@@ -4,39 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import cast
 
 import pytest
 from configs import changed
-from rl.fakes import trajectories
-from rl.service_rig import GIVEN, SETTINGS, settle, until, world
+from rl.service_rig import GIVEN, SETTINGS, settle, world
 from sample_parts import advantage as advantage_of
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.readers import EVERYTHING
-from mlx_parallm.core.requests import CollectionSpec, Event, GenerationRequest, SamplingParams, StopParams
+from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
     UnknownModelError,
     UnknownTrajectoryError,
 )
-
-
-async def test_it_runs_while_answers_are_being_sampled_for_it() -> None:
-    async with world() as one:
-        asked = GenerationRequest(
-            "r", ((1,),), SamplingParams(), StopParams(4), n=2, adapter=BASE_ADAPTER, collection=CollectionSpec("exact")
-        )
-        assert one.service.status().state == "idle"
-        events = one.generate(asked)
-        assert one.service.status().state == "idle", "nobody has asked for an answer yet"
-        async with aclosing(cast(AsyncGenerator[Event, None], events)):
-            await anext(events)
-            assert one.service.status().state == "running"
-        assert one.service.status().state == "idle", "the client has left"
 
 
 async def test_rewards_may_come_by_feedback() -> None:
@@ -56,24 +38,6 @@ async def test_rewards_may_come_by_feedback() -> None:
             await one.service.trajectories.feedback("traj-x-0", 1.0)
         with pytest.raises(InvalidRequestError):
             await one.service.trajectories.feedback(ids[0], math.nan)
-
-
-async def test_a_group_that_waits_too_long_makes_do_with_what_it_has() -> None:
-    async with world(changed(SETTINGS, update_frequency=3, feedback_timeout_s=0.3)) as one:
-        alone = await one.request(scorer=None)
-        await one.service.trajectories.feedback(alone[0], 1.0)
-        three = trajectories("g", BASE_ADAPTER, 3, None)
-        await one.service.trajectories._add_group(three)
-        for index in (0, 2):
-            await one.service.trajectories.feedback(f"g-{index}", float(index))
-        await until(lambda: one.service.status().drops == {"timeout": 2})
-        await until(lambda: one.service.status().updates_total == 1)
-        states = one.states()
-        assert [states[trajectory] for trajectory in alone] == ["trained", "timeout"]
-        assert [states[f"g-{index}"] for index in range(3)] == ["trained", "timeout", "trained"]
-        assert one.service.status().drops == {"timeout": 2}
-        with pytest.raises(ConflictError, match="timeout"):
-            await one.service.trajectories.feedback(alone[1], 1.0)
 
 
 @pytest.mark.parametrize(("score", "advantage"), [(1.0, 0.5), (0.0, -0.5), (-1.0, -1.5)])

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import EngineError
 from mlx_parallm.extras.engines import spread
@@ -49,23 +48,6 @@ async def draw(engine, number=0, tokens=8):
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     monkeypatch.setattr(spread, "_AGAIN_S", 0.001)
-
-
-async def test_each_request_goes_to_the_engine_with_the_fewest_tokens_to_do():
-    one, two = Drawer(), Drawer()
-    engine = SpreadEngine([one, two], 1)
-    await engine.open(BASE_ADAPTER)
-    one.hold.clear()
-    waiting = asyncio.create_task(draw(engine, 0, tokens=100))
-    await asyncio.sleep(0)
-    assert [await draw(engine, number) for number in range(5)] == [ANSWER] * 5
-    assert (one.asked, two.drawn) == (1, 5)
-    one.hold.set()
-    assert await waiting == ANSWER
-    await engine.close()
-    assert one.adapter == two.adapter == BASE_ADAPTER
-    assert one.closed
-    assert two.closed
 
 
 async def test_what_fails_is_drawn_elsewhere_and_an_engine_that_fails_is_asked_last():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rl.step_world import SIZE, World, a_while, until
+from rl.step_world import World, a_while, until
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import EngineDeadError
@@ -21,26 +21,6 @@ async def world(request: pytest.FixtureRequest):
 
 
 # ---- when ----------------------------------------------------------------------------------------
-
-
-async def test_the_next_step_is_sampled_while_rewards_are_awaited_and_the_one_after_it_is_not(world: World) -> None:
-    batch, ended = await world.begin()
-    await world.sample(2, 3)
-    await until(lambda: len(world.begun) == 3)
-    assert world.begun[1:] == [(2, 2), (4, 2)], "both by the live version"
-    await world.sample(4, 5)
-    await a_while()
-    assert len(world.begun) == 3, "never two steps ahead"
-    world.reward(2, 3, 4)
-    await ended
-    assert (batch.first, world.update()) == (2, range(2, 4))
-    batch, ended = await world.begin()
-    assert (batch.first, batch.version.version, batch.sampled) == (4, 2, 2 * SIZE)
-    await until(lambda: len(world.begun) == 4)  # task 5 still waits for its reward
-    assert world.begun[3] == (6, 3), "by the version that the update has made"
-    world.reward(5)
-    await ended
-    assert world.update() == range(4, 6)
 
 
 # ---- what goes wrong -----------------------------------------------------------------------------

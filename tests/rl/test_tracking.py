@@ -54,19 +54,6 @@ class Kept:
 # ---- threads -------------------------------------------------------------------------------------
 
 
-def test_every_tracker_gets_every_record_in_order_on_a_thread_of_its_own() -> None:
-    one, two = Kept(), Kept()
-    tracking = Tracking({"one": lambda: one, "two": lambda: two})
-    records = [Record("update", step, {}) for step in range(100)]
-    for record in records:
-        tracking.write(record)
-    tracking.close()
-    assert one.records == two.records == records
-    assert (one.threads, two.threads) == ({"tracker-one"}, {"tracker-two"})
-    assert (one.closed, two.closed) == (True, True)
-    assert tracking.failures == {}
-
-
 def test_a_tracker_that_raises_is_told_once_and_stops_nothing(caplog: pytest.LogCaptureFixture) -> None:
     good, bad = Kept(), Kept(error=RuntimeError("no network"))
     tracking = Tracking({"bad": lambda: bad, "good": lambda: good})

@@ -13,7 +13,6 @@ from trainers import (
     SINGLE,
     Recorder,
     assert_close,
-    failing,
     finish,
     gradients,
     learning,
@@ -92,28 +91,6 @@ def test_a_step_without_gradients_is_refused() -> None:
         finish(trainer, trainer.step(policy, OPTIMIZER))
     trainer.accumulate(policy, samples(), LOSS)
     trainer.step(policy, OPTIMIZER)
-    with pytest.raises(ValueError, match="accumulated no gradients"):
-        trainer.step(policy, OPTIMIZER)
-
-
-def test_a_step_behind_a_call_that_fails_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the samples would be another step than the one that was asked for."""
-    trainer, _ = make_trainer()
-    trainer.pace(1e-9)  # one job in each unit, at most
-    policy = make_policy(trainer, moved=0.05)
-    before = leaves(policy)
-    futures = [trainer.accumulate(policy, samples(3, seed), LOSS) for seed in range(2)]
-    futures.append(trainer.step(policy, OPTIMIZER))
-    while not futures[0].done():
-        trainer.advance()
-    with monkeypatch.context() as patched:
-        failing(trainer, patched, trainer._forwards, "gradients")
-        with pytest.raises(RuntimeError, match="injected"):
-            finish(trainer)
-        trainer.reset()
-    assert [type(each.exception(timeout=0)) for each in futures[1:]] == [StepFailedError] * 2
-    assert not trainer.waits()
-    assert all(np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
     with pytest.raises(ValueError, match="accumulated no gradients"):
         trainer.step(policy, OPTIMIZER)
 

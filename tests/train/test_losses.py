@@ -104,44 +104,34 @@ def test_each_token_has_its_own_advantage_and_weight(algorithm):
     check_against_the_reference(rows, settings)
 
 
-def test_sums_by_hand():
-    # ppo, A = 1 and weight 2 on the second: -(min(1.5, 1.2) + 2 · 0.5); importance sampling: -(1.5 + 2 · 0.5)
-    one = replace(single([1.5, 0.5], 1.0), token_weights=np.array([1.0, 2.0]))
-    value, (slopes,) = computed([one], loss_config(Algorithm.PPO, clip_low=0.2, clip_high=0.2))
-    assert value == pytest.approx(-2.2, rel=1e-6)
-    np.testing.assert_allclose(slopes, [0.0, -1.0], rtol=1e-6)
-    value, (slopes,) = computed([one], loss_config(Algorithm.IMPORTANCE_SAMPLING))
-    assert value == pytest.approx(-2.5, rel=1e-6)
-    np.testing.assert_allclose(slopes, [-1.5, -1.0], rtol=1e-6)
-    # twice as many rows are twice the loss
-    assert computed([one, one], loss_config(Algorithm.IMPORTANCE_SAMPLING))[0] == pytest.approx(-5.0, rel=1e-6)
-
-
-def test_clipping_by_hand():
-    settings = loss_config(clip_low=0.2, clip_high=0.2)
+WEIGHED = {"token_weights": np.array([1.0, 2.0])}
+NARROW = {"clip_low": 0.2, "clip_high": 0.2}
+BY_HAND = {
+    # A = 1 and weight 2 on the second: -(min(1.5, 1.2) + 2 · 0.5), and -(1.5 + 2 · 0.5)
+    "ppo": (Algorithm.PPO, NARROW, [1.5, 0.5], 1.0, WEIGHED, -2.2, [0.0, -1.0]),
+    "importance sampling": (Algorithm.IMPORTANCE_SAMPLING, {}, [1.5, 0.5], 1.0, WEIGHED, -2.5, [-1.5, -1.0]),
     # A = 1: min(1.5, 1.2) = 1.2 and min(0.5, 0.8) = 0.5; half of each, two tokens; the first is held
-    value, (slopes,) = computed([single([1.5, 0.5], 1.0)], settings)
-    assert value == pytest.approx(-0.85, rel=1e-6)
-    np.testing.assert_allclose(slopes, [0.0, -0.25], rtol=1e-6)
+    "clipped": (Algorithm.GRPO, NARROW, [1.5, 0.5], 1.0, {}, -0.85, [0.0, -0.25]),
     # A = -1, the pessimistic bound: min(-1.5, -1.2) = -1.5 and min(-0.5, -0.8) = -0.8; the second is held
-    value, (slopes,) = computed([single([1.5, 0.5], -1.0)], settings)
-    assert value == pytest.approx(1.15, rel=1e-6)
-    np.testing.assert_allclose(slopes, [0.75, 0.0], rtol=1e-6)
-
-
-def test_dual_clip_by_hand():
+    "clipped, and bad": (Algorithm.GRPO, NARROW, [1.5, 0.5], -1.0, {}, 1.15, [0.75, 0.0]),
     # A = -2: up to 3 · 2 = 6; 2.5 is beneath the bound, 4 beyond it
-    settings = loss_config(dual_clip=3.0)
-    value, (slopes,) = computed([single([2.5, 4.0], -2.0)], settings)
-    assert value == pytest.approx((5 + 6) / 2, rel=1e-6)
-    np.testing.assert_allclose(slopes, [2.5, 0.0], rtol=1e-6)
-    value, (slopes,) = computed([single([2.5, 4.0], -2.0)], changed(settings, dual_clip=np.inf))
-    assert value == pytest.approx((5 + 8) / 2, rel=1e-6)
-    np.testing.assert_allclose(slopes, [2.5, 4.0], rtol=1e-6)
-    # gspo: the ratio of the sequence is 4, so all its tokens are bounded
-    value, (slopes,) = computed([single([2.0, 8.0], -2.0)], changed(settings, algorithm=Algorithm.GSPO))
-    assert value == pytest.approx(6.0, rel=1e-6)
-    assert not slopes.any()
+    "dual clip": (Algorithm.GRPO, {"dual_clip": 3.0}, [2.5, 4.0], -2.0, {}, 5.5, [2.5, 0.0]),
+    "no dual clip": (Algorithm.GRPO, {"dual_clip": np.inf}, [2.5, 4.0], -2.0, {}, 6.5, [2.5, 4.0]),
+    # the ratio of the sequence is 4, so all its tokens are bounded
+    "dual clip of a sequence": (Algorithm.GSPO, {"dual_clip": 3.0}, [2.0, 8.0], -2.0, {}, 6.0, [0.0, 0.0]),
+    # ratios 4 and 1: the sequence's is √4 = 2; each token gets half of -2 A
+    "gspo": (Algorithm.GSPO, {"clip_high": 3.0}, [4.0, 1.0], 0.5, {}, -1.0, [-0.5, -0.5]),
+    # min(6, 1 + 4) · 2 · log π = 10 · -1, and its slope 10: a token beyond the cap keeps its gradient
+    "cispo": (Algorithm.CISPO, {"clip_high": 4.0}, [6.0], 2.0, {}, 10.0, [-10.0]),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_values_and_slopes_by_hand(name):
+    algorithm, settings, ratios, advantage, weights, expected, expected_slopes = BY_HAND[name]
+    value, (slopes,) = computed([replace(single(ratios, advantage), **weights)], loss_config(algorithm, **settings))
+    assert value == pytest.approx(expected, rel=1e-6)
+    np.testing.assert_allclose(slopes, expected_slopes, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -159,20 +149,6 @@ def test_reductions_by_hand(algorithm, groups, expected):
     rows = [single([1.0], 1.0, group=groups[0]), single([1.0, 1.0, 1.0], -1.0, group=groups[1])]
     value, _ = computed(rows, loss_config(algorithm, max_completion_tokens=10))
     assert value == pytest.approx(-expected if algorithm is Algorithm.CISPO else expected, abs=1e-7)
-
-
-def test_gspo_by_hand():
-    # ratios 4 and 1: the sequence's is √4 = 2; each token gets half of -2 A
-    value, (slopes,) = computed([single([4.0, 1.0], 0.5)], loss_config(Algorithm.GSPO, clip_high=3.0))
-    assert value == pytest.approx(-1.0, rel=1e-6)
-    np.testing.assert_allclose(slopes, [-0.5, -0.5], rtol=1e-6)
-
-
-def test_cispo_keeps_the_gradient_of_a_token_beyond_its_cap():
-    # min(6, 1 + 4) · 2 · log π = 10 · -0.5, and its slope 10
-    settings = loss_config(Algorithm.CISPO, clip_high=4.0)
-    value, (slopes,) = computed([single([6.0], 2.0, logp=[-0.5])], settings)
-    assert (value, slopes[0]) == (pytest.approx(5.0, rel=1e-6), pytest.approx(-10.0, rel=1e-6))
 
 
 @pytest.mark.parametrize("algorithm", SINGLE)

@@ -9,9 +9,7 @@ import pytest
 from configs import changed
 from trainers import SETTINGS, finish, learn, leaves, make_policy, make_trainer, samples
 
-from mlx_parallm.config import Algorithm, ResolvedTraining
-from mlx_parallm.train.policy import PolicySnapshot
-from mlx_parallm.train.trainer import GRPOTrainer
+from mlx_parallm.config import Algorithm
 
 TARGET = 0.05
 WILD = changed(SETTINGS, learning_rate=0.5, max_kl_step=TARGET)
@@ -51,27 +49,6 @@ def test_the_step_is_a_part_of_the_way_and_its_metric_says_which() -> None:
     whole, part = ends
     for name, way in part.items():
         np.testing.assert_allclose(way, outcome.metrics["step_scale"] * whole[name], atol=1e-5)
-
-
-def test_it_is_the_same_to_the_bit_when_it_is_made_again_after_a_restart() -> None:
-    """After a crash, the policy is the checkpoint's, and the units of device work are cut elsewhere."""
-
-    def trained(settings: ResolvedTraining, pace: float, start: PolicySnapshot | None) -> tuple[GRPOTrainer, str]:
-        trainer, _ = make_trainer(settings)
-        trainer.pace(pace)
-        trainer.open("default", start)
-        return trainer, "default"
-
-    trainer, name = trained(WILD, 1e9, None)
-    policy = trainer.policies[name]
-    learn(trainer, policy, samples(16, groups=4))
-    *_, checkpoint = policy.state.copied()
-    second = learn(trainer, policy, samples(16, seed=1, groups=4))
-    again, name = trained(WILD, 1e-9, checkpoint)
-    replayed = learn(again, again.policies[name], samples(16, seed=1, groups=4)[::-1])
-    assert second.metrics["step_scale"] == replayed.metrics["step_scale"] < 1.0
-    ours, theirs = leaves(policy), leaves(again.policies[name])
-    assert all((ours[each] == theirs[each]).all() for each in ours)
 
 
 def test_a_step_that_a_client_asks_for_is_not_moved_back() -> None:

@@ -106,20 +106,3 @@ def test_places_that_change_no_gradient_are_left_out() -> None:
     assert scored_positions(each) == [2, 3], "drawn without an advantage: its ratio is of interest"
     none = TargetedTokens((1, 2), (2, 3), (0.0, 0.0))
     assert scored_positions(none) == [0, 1], "a sample has at least one"
-
-
-def test_a_closed_policy_leaves_nothing_behind(rig: Any) -> None:
-    trainer, _, _ = rig
-    before = trainer.bytes_held
-    policy = trainer.open("other", seed=9)
-    drawn = [datum_of(each, scored_positions(each)) for each in sequences()]
-    finish(trainer, trainer.accumulate(policy, drawn, resolved_loss(LOSSES[0]), TOTALS))
-    waiting = trainer.accumulate(policy, drawn, resolved_loss(LOSSES[0]), TOTALS)
-    assert trainer.bytes_held > before
-    trainer.close("other")
-    assert waiting.exception() is not None
-    assert not trainer.waits()
-    assert "other" not in trainer.policies
-    trainer.close("other")
-    del policy, waiting
-    assert trainer.bytes_held == before

@@ -78,21 +78,6 @@ def test_an_update_leaves_nothing_behind() -> None:
 # ---- its own count -------------------------------------------------------------------------------
 
 
-def test_open_policies_count_with_their_optimizer_state() -> None:
-    trainer = large()
-    assert trainer.bytes_held == 0
-    before = active()
-    one = trainer.open("one")
-    state = sum(leaf.nbytes for _, leaf in tree_flatten([one.params, one.state.optimizer]))
-    assert trainer.bytes_held == one.nbytes == state
-    assert 3 * SET <= state <= 3.01 * SET
-    assert active() - before == pytest.approx(state, rel=0.05)
-    trainer.open("two")
-    assert trainer.bytes_held == 2 * state
-    trainer.open("one")
-    assert trainer.bytes_held == 2 * state, "in the place of the first"
-
-
 def test_gradients_and_activations_count_while_updates_wait() -> None:
     trainer = large()
     policy = make_policy(trainer, moved=0.01)

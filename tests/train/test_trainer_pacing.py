@@ -29,13 +29,15 @@ def trained(settings: ResolvedTraining, seconds: float, updates: int = 2) -> tup
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_an_update_is_the_same_to_the_bit_however_its_units_fall(checkpointed: bool, kl_coef: float) -> None:
-    loss = changed(SETTINGS.loss, kl_coef=kl_coef)
-    settings = changed(SETTINGS, gradient_checkpointing=checkpointed, loss=loss)
+@pytest.mark.parametrize(("kl_coef", "max_kl_step"), [(0.0, None), (0.1, None), (0.1, 1e-4)])
+def test_an_update_is_the_same_to_the_bit_however_its_units_fall(
+    checkpointed: bool, kl_coef: float, max_kl_step: float | None
+) -> None:
+    settings = changed(SETTINGS, gradient_checkpointing=checkpointed, kl_coef=kl_coef, max_kl_step=max_kl_step)
     whole, few, outcomes = trained(settings, WHOLE)
     cut, many, cut_outcomes = trained(settings, ONE_STAGE)
     assert many > 2 * few
+    assert (outcomes[0].metrics["step_scale"] < 1.0) is (max_kl_step is not None)
     for name, leaf in leaves(whole).items():
         assert np.array_equal(leaf, leaves(cut)[name]), name
     for one, other in zip(outcomes, cut_outcomes, strict=True):

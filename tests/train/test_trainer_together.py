@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from configs import changed, limited, loss_config
+from configs import changed, loss_config
 from trainers import (
     SETTINGS,
     Recorder,
@@ -53,19 +53,6 @@ class Outcomes:
     def of(self, name: str) -> UpdateOutcome | Exception:
         (outcome,) = [outcome for ended, outcome in self.ended if ended == name]
         return outcome
-
-
-def passes(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each pass over the trunk, as they come to be run."""
-    seen: list[int] = []
-    trunk = trainer.model.trunk
-
-    def counted(tokens: mx.array, *rest: object) -> object:
-        seen.append(tokens.size)
-        return trunk(tokens, *rest)
-
-    monkeypatch.setattr(trainer.model, "trunk", counted)
-    return seen
 
 
 def trio(trainer: GRPOTrainer, model: nn.Module) -> list[tuple[str, Policy, list[Datum]]]:
@@ -129,23 +116,6 @@ def test_updates_leave_policies_as_if_made_one_after_the_other() -> None:
         assert policy.state.step == other.state.step
         for name, leaf in leaves(policy).items():
             np.testing.assert_allclose(leaves(other)[name], leaf, rtol=1e-5, atol=1e-6)
-
-
-def test_they_share_passes_over_the_trunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With and without factors; the tokens are as many."""
-    trainer, model = make_trainer(changed(limited(ROOM, kl_step=None), loss=changed(ROOM.loss, kl_coef=0.1)))
-    jobs = trio(trainer, model)[:2]
-    seen = passes(trainer, monkeypatch)
-    for _, policy, drawn in jobs:
-        learn(trainer, policy, drawn)
-    alone = seen.copy()
-    seen.clear()
-    outcomes = Outcomes()
-    for name, policy, drawn in jobs:
-        outcomes.begin(trainer, policy, drawn, name)
-    finish(trainer)
-    assert (len(alone), len(seen)) == (4, 2)
-    assert sum(seen) == sum(alone)
 
 
 # ---- faults --------------------------------------------------------------------------------------

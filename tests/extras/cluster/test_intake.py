@@ -143,13 +143,6 @@ async def test_rewards_come_as_messages_and_what_is_no_message_costs_itself_only
     assert known[1].reward == 0.25
 
 
-async def test_that_answers_wait_for_feedback_is_said_once(trainer, caplog):
-    caplog.set_level("INFO")
-    await trainer.take(answers("a", scorer=None), answers("b", scorer=None), answers("c"))
-    assert caplog.text.count("traj-a-0 waits for POST /v1/training/feedback") == 1
-    assert caplog.text.count("waits for POST") == 1
-
-
 # -- the node that sends ---------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tiny import save_tiny
 
@@ -192,36 +191,6 @@ async def test_the_winner_is_live_for_all(tmp_path: Path, candidate_is_better: b
         await made.assert_nothing_is_left()
         after = await made.published()
         assert after.version > max(live.version, candidate.version)
-
-
-async def test_versions_that_find_no_free_slot_wait_for_one(tmp_path: Path) -> None:
-    """Three versions share two slots. Those that compete are not pinned while they have no row: their weights are kept
-    in memory or in a file, and a request waits for them. The live version is in no file, the candidate in one."""
-    async with rig(tmp_path, adapters__max_loras=2, adapters__max_cpu_loras=0) as made:
-        await made.service.pause()
-        candidate = await made.published()
-        await made.service.save(None, None, (), {})
-        other = await made.published()
-        with made.served.adapters.lease(str(other)):
-            live = await made.published()
-            versions = (live, candidate, other)
-            answers = [await made.answer(version) for version in versions]
-            assert len(set(map(tuple, answers))) == 3
-            await made.competition.start(None, ComparisonSpec(str(candidate)))
-            evicted = made.served.adapters.stats().evicted_total
-            again = await asyncio.gather(*(made.answer(version) for version in versions * 4))
-            assert np.array(again) == pytest.approx(np.array(answers * 4), abs=2e-4)
-
-            async def crowd() -> None:
-                while made.competes:
-                    assert await made.answer(other) == pytest.approx(answers[2], abs=2e-4)
-
-            crowding = asyncio.create_task(crowd())
-            assert await made.until_the_end({live: 0.0, candidate: 1.0}) == "promoted"
-            await crowding
-            assert min(made.drew[live], made.drew[candidate]) >= 5
-            assert made.served.adapters.stats().evicted_total > evicted + 3
-        await made.assert_nothing_is_left()
 
 
 async def test_users_stay_with_their_version_and_training_waits(tmp_path: Path) -> None:
