@@ -7,7 +7,7 @@
 #     "packaging",
 # ]
 # ///
-"""Writes tests/rl/transcripts/max.json from a published wheel of MAX, which is unpacked and not installed.
+"""Writes tests/extras/engines/transcripts/max.json from a published wheel of MAX, which is unpacked and not installed.
 
     pip download --no-deps max==26.7.0 && unzip -q max-*.whl -d max-unpacked
     uv run --script scripts/engine_transcripts/from_max.py max-unpacked

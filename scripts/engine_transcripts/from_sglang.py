@@ -5,7 +5,7 @@
 #     "requests", "uvloop", "uvicorn", "psutil", "prometheus-client", "packaging", "pyyaml", "cloudpickle", "regex",
 # ]
 # ///
-"""Writes tests/rl/transcripts/sglang.json from a published wheel of SGLang, which is unpacked and not installed.
+"""Writes tests/extras/engines/transcripts/sglang.json from a published wheel of SGLang, unpacked and not installed.
 
     pip download --no-deps sglang==0.5.23 && unzip -q sglang-*.whl -d sglang-unpacked
     uv run --script scripts/engine_transcripts/from_sglang.py sglang-unpacked

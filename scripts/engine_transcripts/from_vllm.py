@@ -5,7 +5,7 @@
 #     "psutil", "pyyaml", "aiohttp", "requests", "packaging", "prometheus-client", "opentelemetry-api",
 # ]
 # ///
-"""Writes tests/rl/transcripts/vllm.json from a published wheel of vLLM, which is unpacked and not installed.
+"""Writes tests/extras/engines/transcripts/vllm.json from a published wheel of vLLM, unpacked and not installed.
 
     pip download --no-deps vllm==0.33.0 && unzip -q vllm-*.whl -d vllm-unpacked
     uv run --script scripts/engine_transcripts/from_vllm.py vllm-unpacked

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from configs import loss_config
-from rl.engine_server import serving
+from extras.engines.engine_server import serving
 from sample_parts import drawn_logprobs
 from trainers import (
     assert_close,

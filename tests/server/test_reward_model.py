@@ -1,4 +1,4 @@
-"""`/v1/training/reward_model` over HTTP. What it trains is in `tests/rl/test_reward_model_trainer.py`."""
+"""`/v1/training/reward_model` over HTTP. What it trains is in `tests/extras/reward_models/test_trainer.py`."""
 
 import pytest
 from server.asking import refusal

@@ -10,7 +10,7 @@ from itertools import islice
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from rl.fake_verifiers import Box, DockerConfig, Env, Taskset, install
+from extras.verifiers.fake_verifiers import Box, DockerConfig, Env, Taskset, install
 
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.rl.environments import answers_of, environment

@@ -1,6 +1,6 @@
 """The outside inference engines: what each kind of server is asked, and which servers and answers are refused.
 
-test_engine_transcripts.py replays vLLM, SGLang and MAX; extras/engines/test_split_mode.py runs against real servers.
+test_transcripts.py replays vLLM, SGLang and MAX; test_split_mode.py runs against real servers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl.engine_rig import EOS, VERSION, answered, make
-from rl.engine_server import answers_of, scene, serving
+from extras.engines.engine_rig import EOS, VERSION, answered, make
+from extras.engines.engine_server import answers_of, scene, serving
 
 from mlx_parallm.errors import ConfigError, EngineError
 

@@ -1,4 +1,4 @@
-"""A package `verifiers` with as much of 0.4 as is read here: `from rl.fake_verifiers import install`.
+"""A package `verifiers` with as much of 0.4 as is read here: `from extras.verifiers.fake_verifiers import install`.
 
 It says which environments are played; episodes are played with the real package, in the second stage
 (tests/clients/test_verifiers_in_process.py).

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from extras.reward_models.test_arithmetic import made
+from extras.reward_models.test_scoring import Device
 from rl.scoring_rig import group
-from rl.test_reward_model_arithmetic import made
-from rl.test_reward_model_scoring import Device
 from trainers import LORA
 
 from mlx_parallm.core.requests import CollectionSpec, Signal

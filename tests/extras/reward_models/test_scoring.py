@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from extras.reward_models.test_arithmetic import finished, made, moved, score
 from rl.scoring_rig import LONG_S, group
-from rl.test_reward_model_arithmetic import finished, made, moved, score
 
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError

@@ -10,8 +10,8 @@ from typing import Any
 
 import jsonschema
 import pytest
-from rl.engine_rig import REQUEST, VERSION, Made, answered, make
-from rl.engine_server import TranscriptServer, answers_of, scene, serving, transcript
+from extras.engines.engine_rig import REQUEST, VERSION, Made, answered, make
+from extras.engines.engine_server import TranscriptServer, answers_of, scene, serving, transcript
 
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import FinishReason, RequestFinished, SequenceOutput
