@@ -67,7 +67,7 @@ LISTS: tuple[tuple[str, str, Collection[str]], ...] = (
     ("docs/learning.md", DIVERGENCE, DivergenceConfig.model_fields.keys() - {"webhook"}),
     (
         "docs/trainers.md",
-        "| `--inference-engine` | server | how it takes the adapter | samples and logprobs |",
+        "| `--inference-engine` | server | how it takes the adapter |",
         EngineKind,
     ),
     ("docs/keys.md", "| role | may |", Role),
