@@ -97,7 +97,6 @@ CLAIMS = {
     },
     LEARNERS: {
         "answers requests while it trains": "rl_training.training_time_share",
-        "several adapters at once": "/v1/training/start",
         "GRPO and its relatives": "grpo",
         "preferences": "kto",
         "imitates examples": "cross_entropy",
