@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-TRANSCRIPTS = Path(__file__).parents[2] / "tests" / "rl" / "transcripts"
+TRANSCRIPTS = Path(__file__).parents[2] / "tests" / "extras" / "engines" / "transcripts"
 
 MODEL = "org/model"
 PROMPT = [5, 6, 7]
