@@ -41,16 +41,3 @@ def test_the_openai_client_gets_what_mlx_lms_model_computes(server: Server, pool
         plain, numbers, packed = (item.embedding for item in items)
         for got in (plain, numbers, np.frombuffer(base64.b64decode(packed), "<f4")):
             assert np.abs(np.array(got) - expected).max() < BUNDLED
-
-
-def test_a_score_is_what_prompt_logprobs_add_up_to(server: Server) -> None:
-    context, endings = "The capital of France is", [" Paris.", " a large potato"]
-    scores = server.post("/v1/score", text_1=context, text_2=endings)["data"]
-    for ending, score in zip(endings, scores, strict=True):
-        ids = [server.post("/tokenize", prompt=text)["tokens"] for text in (context, ending)]
-        answer = server.post("/v1/completions", prompt=ids[0] + ids[1], max_tokens=0, prompt_logprobs=0)
-        logprobs = answer["choices"][0]["prompt_logprobs"][-score["tokens"] :]
-        forced = [each[str(token)]["logprob"] for each, token in zip(logprobs, ids[1], strict=True)]
-        assert score["tokens"] == len(ids[1])
-        assert score["score"] == pytest.approx(sum(forced) / len(forced), abs=BUNDLED)
-    assert scores[0]["score"] > scores[1]["score"]

@@ -15,8 +15,6 @@ import pytest
 from main_job.serving import COMMAND, Server, start, stop
 from tiny import save_tiny
 
-from mlx_parallm.cli.main import serve
-
 pytestmark = pytest.mark.ci
 
 
@@ -116,24 +114,6 @@ def test_sigterm_drains(tmp_path: Path) -> None:
 
 
 TOO_LONG = ("--max-model-len", "1000000")
-
-
-@pytest.mark.parametrize(
-    ("flags", "status", "message"),
-    [
-        (["--model-path", "/no/such/model"], 1, "no model directory"),
-        (["--enable-rl-training", "--lora-rank", "32", "--max-lora-rank", "16"], 2, "max_lora_rank"),
-        (TOO_LONG, 2, "max_model_len"),
-    ],
-)
-def test_a_server_that_cannot_start_says_why(
-    flags: list[str], status: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_tiny("llama", tmp_path)
-    assert serve(["--model-path", str(tmp_path), *flags]) == status
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert message in printed.err
 
 
 def test_a_process_whose_server_cannot_start_ends(tmp_path: Path) -> None:

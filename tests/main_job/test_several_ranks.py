@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import openai
 import pytest
 from lora import layout_of, random_adapter
 from main_job.ranks import flags_of, launched, started
-from main_job.serving import Said, Server, asking, in_thread
+from main_job.serving import Server, in_thread
 
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.extras.ranks.tensor_parallel import SPLIT_FAMILIES
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on. " * 3
 """204 tokens: three whole blocks, and a part of one."""
-LOAD = "/v1/load_lora_adapter"
 Answers = list[tuple[str, list[float]]]
 
 
@@ -118,22 +116,3 @@ def test_when_a_rank_is_lost_requests_fail_and_rank_0_ends(
         print(f"{ranks} ranks, {how.name}: an error after {time.monotonic() - lost:.2f} s")
         assert time.monotonic() - lost < within_s
         assert leader.wait(60) == 1
-
-
-def test_versions_are_published_and_replaced_while_requests_run(tmp_path: Path) -> None:
-    flags, changing = flags_of("llama", tmp_path), tmp_path / "loose" / "changing"
-    adapters = tmp_path / "adapters"
-    shutil.copytree(adapters / "one", changing)
-    with started([*flags, "--allowed-adapter-roots", str(changing.parent)], tmp_path) as (server, _):
-        load = {"lora_name": "changing", "lora_path": str(changing), "load_inplace": True}
-        assert server.post(LOAD, **load)["lora_adapter"] == "changing@1"
-        first = Said(server.ask("one").text, "changing@1")
-        second = Said(server.ask("two").text, "changing@2")
-        with asking(server, "changing") as told:
-            for name, version in (("two", "changing@2"), ("one", "changing@3")):
-                shutil.copytree(adapters / name, changing, dirs_exist_ok=True)
-                assert server.post(LOAD, **load)["lora_adapter"] == version
-                assert server.ask("changing").adapter == version
-    third = Said(first.text, "changing@3")
-    assert {second, third} <= set(told) <= {first, second, third}
-    assert first.text != second.text

@@ -102,15 +102,6 @@ async def test_a_request_that_is_aborted_leaves_nothing_and_is_aborted_in_the_en
     assert (seen.groups, seen.aborted) == ([], 1)
 
 
-async def test_a_client_that_leaves_after_the_last_event_loses_nothing() -> None:
-    seen, engine = Seen(), FakeEngine([out(0, (5,), "a", FinishReason.STOP), FINISHED])
-    async with aclosing(seen.collect(engine, request(n=1))) as events:
-        await anext(events)
-        assert isinstance(await anext(events), RequestFinished)
-    assert len(seen.groups) == 1
-    assert seen.aborted == 0
-
-
 async def test_tokens_without_logprobs_are_never_handed_over() -> None:
     with pytest.raises(EngineError, match="logprobs"):
         await run([SequenceOutput(0, (5,), "a", finish_reason=FinishReason.STOP), FINISHED], request(n=1))

@@ -121,20 +121,6 @@ async def test_a_teacher_that_fails_costs_only_the_samples_that_it_could_not_rea
     assert f"1 of 2 samples are left out: {problem}" in caplog.text
 
 
-async def test_a_teacher_that_hangs_delays_an_update_by_one_timeout() -> None:
-    asked = []
-
-    async def score(ids: tuple[int, ...], first: int) -> list[float | None]:
-        asked.append(ids)
-        await asyncio.sleep(60)
-        return []
-
-    found, problem = await Teacher(score, 0.05).logprobs(SAMPLES * 20)
-    assert found == ((),) * 40
-    assert len(asked) == 8, "those that were asked about at the same time"
-    assert problem == "the teacher did not answer within 0.05 s; see rl_training.teacher.timeout_s"
-
-
 def entries(*pairs: tuple[int, float]) -> list[object]:
     """`prompt_logprobs` as vLLM writes it: by token id."""
     return [None, *({str(token): {"logprob": value, "rank": 1, "decoded_token": "x"}} for token, value in pairs)]

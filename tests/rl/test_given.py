@@ -15,8 +15,6 @@ from sample_parts import advantage, answer
 from mlx_parallm.config import Algorithm
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import InvalidRequestError
-from mlx_parallm.rl.objectives import data_of
-from mlx_parallm.rl.trajectories import Episode
 from mlx_parallm.train.data import Datum
 
 ROW = GivenTrajectory(
@@ -40,22 +38,6 @@ async def test_only_what_the_mask_says_is_trained() -> None:
     assert [row.sampling_logprobs[at] for at in row.trained()] == [-0.3, -0.4, -0.5]
     assert [(one.start, one.stop, one.temperature) for one in row.sampled] == [(2, 4, 0.5), (6, 7, 0.5)]
     assert (advantage(row), advantage(other)) == (0.5, -0.5)
-
-
-def of_trained(sample: Datum) -> Datum:
-    """With advantages of 0 where nothing is trained."""
-    pairs = zip(sample.advantages, sample.loss_weights, strict=True)
-    return replace(sample, advantages=tuple(advantage * weight for advantage, weight in pairs))
-
-
-def test_a_row_is_the_sample_that_its_turns_make() -> None:
-    row = replace(ROW, completion_ids=(3, 4, 8, 9, 5), mask=ROW.mask[:5], sampling_logprobs=(-0.3, -0.4, 0, 0, -0.5))
-    first = GivenTrajectory((1, 2), (3, 4), 1.0, "a", (-0.3, -0.4), 0.5)
-    second = GivenTrajectory((1, 2, 3, 4, 8, 9), (5,), 1.0, "a", (-0.5,), 0.5)
-    (of_row,) = data_of(Episode((row,)), [[0.25] * 5], 3, False, False)
-    (of_turns,) = data_of(Episode((first, second)), [[0.25] * 2, [0.25]], 3, False, False)
-    assert answer(of_row) == answer(of_turns) == (3, 4, 5)
-    assert of_trained(of_row) == of_trained(of_turns)
 
 
 async def test_advantages_are_taken_as_they_are_and_the_step_is_whole() -> None:

@@ -30,7 +30,6 @@ from mlx_parallm.rl.runs.records import (
     EpisodeReward,
     Feedback,
     GroupEntry,
-    PolicyChange,
     Rollback,
     Score,
     Start,
@@ -51,10 +50,6 @@ UPDATE = Update((TRAINED,), 2, True, 4, "published", 1, {"loss": 0.5})
 GIVEN = TrainedEpisode((), ((0.5, 0.25),), (GivenTrajectory((1,), (2, 3), 1.0),))
 ONE_ROW = GivenTrajectory((1,), (2, 3), mask=(True, False), advantages=(1 / 3, 0.0), episode_id="e")
 ROW = TrainedEpisode(given=(ONE_ROW,))
-
-
-def change(number: int, body: Start | Rollback | Update = UPDATE) -> PolicyChange:
-    return PolicyChange("math", number, float(number), body)
 
 
 @pytest.fixture
@@ -113,35 +108,6 @@ def test_text_that_is_no_unicode_is_kept_as_far_as_it_can_be() -> None:
 )
 def test_an_entry_is_read_back_as_it_was(body: GroupEntry | Start | Rollback | Update) -> None:
     assert body_from_json(*body_to_json(body)) == body
-
-
-async def test_what_waits_comes_back_in_order_with_its_rewards_and_what_ended_does_not(path: Path) -> None:
-    journal = Journal(JournalFile(path))
-    for name in "abcd":
-        await journal.accept("math", trajectories(name, REF))
-    await journal.accept("tone", trajectories("e", AdapterRef("tone", 1)))
-    journal.noted("math", "b", Score("b-0", 0.25))
-    await journal.entered("math", "b", Feedback("b-1", 1.0))
-    await journal.entered("math", "a", Feedback("a-1", 1.0))
-    await journal.accept("math", trajectories("f", REF, n=1))
-    await journal.entered("math", "d", Feedback("d-0", 1.0))
-    for closed in "acd":
-        await journal.entered("math", closed, Closed(closed))
-    journal.dropped(["d-0"], "stale")
-    await journal.changed(change(1, Start("")))
-    await journal.changed(change(2))
-    await journal.close()
-    assert await reopened(path) == [
-        *(["b-0", "b-1"], ["c-0", "c-1"], ["d-1"], Score("b-0", 0.25), Feedback("b-1", 1.0), ["f-0"]),
-        *(Closed("c"), Closed("d")),
-    ]
-    journal = Journal(JournalFile(path))
-    assert await journal.read(lambda file: file.changes_since("math", 0)) == (change(1, Start("")), change(2))
-    assert await journal.read(lambda file: file.changes_since("tone", 0)) == ()
-    assert await journal.read(lambda file: file.trajectories(["d-0", "a-1", "none"])) == {
-        one.trajectory_id: one for one in (trajectories("d", REF)[0], trajectories("a", REF)[1])
-    }
-    await journal.close()
 
 
 # ---- crashes ------------------------------------------------------------------------------------

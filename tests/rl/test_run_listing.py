@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_parallm.adapters.runs import JOURNAL, METRICS, RECORD, named_run, open_run, process_of
+from mlx_parallm.adapters.runs import JOURNAL, METRICS, RECORD, open_run, process_of
 from mlx_parallm.cli.main import main
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConfigError
@@ -182,12 +182,3 @@ async def test_the_command_prints_a_table(capsys: pytest.CaptureFixture[str]) ->
     assert [row.split()[0] for row in capsys.readouterr().out.splitlines()] == ["run", "checkpoints/one", "runs/two"]
     assert main(["runs", "nowhere"]) == 2
     assert "nowhere is no folder" in capsys.readouterr().err
-
-
-def test_a_run_is_named_by_its_folder_or_by_its_name() -> None:
-    Path("checkpoints/one").mkdir(parents=True)
-    assert named_run("one") == Path("checkpoints/one")
-    assert named_run("checkpoints/one") == Path("checkpoints/one")
-    assert named_run("two") == Path("two")
-    Path("runs/two").mkdir(parents=True)
-    assert named_run("two") == Path("runs/two")

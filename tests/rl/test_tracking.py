@@ -16,7 +16,6 @@ import pytest
 from mlx_parallm.config import TrackerName
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.trackers import TrackedRun, check_installed, trackers_of
-from mlx_parallm.rl.status import TrainingEvent
 from mlx_parallm.rl.tracking import JsonlTracker, Record, Tracking
 
 UPDATE = Record(
@@ -82,21 +81,6 @@ def test_a_tracker_that_hangs_delays_nothing_and_is_left_at_the_end(caplog: pyte
         "tracker stuck has not ended after 0.1 s; what it had not written is lost",
     ]
     stuck.gate.set()
-
-
-def test_updates_and_evaluations_of_the_event_stream_are_records() -> None:
-    kept = Kept()
-    tracking = Tracking({"kept": lambda: kept})
-    update = {"adapter": "a", "version": "a@2", "step": 2, "status": "held", "reason": "why", "metrics": {"loss": 0.5}}
-    tracking.on_event(TrainingEvent("held", 7.0, update))
-    tracking.on_event(TrainingEvent("collected", 7.5, {"trajectories": 4}))
-    tracking.on_event(TrainingEvent("evaluation", 8.0, {"adapter": "a", "step": 2, "metrics": {"eval_mean": 0.5}}))
-    tracking.close()
-    fields = {"adapter": "a", "version": 2, "status": "held", "reason": "why"}
-    assert kept.records == [
-        Record("update", 2, {"loss": 0.5}, fields, 7.0),
-        Record("evaluation", 2, {"eval_mean": 0.5}, {"adapter": "a"}, 8.0),
-    ]
 
 
 # ---- what each writes ----------------------------------------------------------------------------

@@ -88,13 +88,8 @@ def reference_loss(rows: Sequence[Row], settings: ResolvedLoss, frozen: Sequence
     return float(total)
 
 
-def reference_gradient(rows: Sequence[Row], settings: ResolvedLoss) -> list[np.ndarray]:
-    """d loss / d logp of each row, in closed form."""
-    return [_weight(rows, each, settings) * _slopes(each, settings) for each in rows]
-
-
-def finite_differences(rows: Sequence[Row], settings: ResolvedLoss, step: float = 1e-6) -> list[np.ndarray]:
-    """Central ones of `reference_loss`."""
+def reference_gradient(rows: Sequence[Row], settings: ResolvedLoss, step: float = 1e-6) -> list[np.ndarray]:
+    """d loss / d logp of each row, by central differences of `reference_loss`."""
     slopes = [np.zeros(len(each.logp)) for each in rows]
     for i, each in enumerate(rows):
         for t in range(len(each.logp)):
@@ -140,32 +135,6 @@ def _policy(each: Row, frozen: Row, t: int, settings: ResolvedLoss) -> float:
     if a < 0:
         bound = max(bound, settings.dual_clip * a)
     return -w * bound
-
-
-def _slopes(each: Row, settings: ResolvedLoss) -> np.ndarray:
-    """d / d logp of the row's weighted sum of token losses."""
-    tokens = range(len(each.logp))
-    kl = each.weights * settings.kl_coef * (1 - np.exp(each.ref - each.logp))
-    own = each.weights * np.array([_slope(each, t, settings) for t in tokens], np.float64)
-    return kl + (own.mean() if settings.algorithm is Algorithm.GSPO and own.size else own)
-
-
-def _slope(each: Row, t: int, settings: ResolvedLoss) -> float:
-    """d policy loss of a token / d log ratio in it; gspo's ratio depends on every token alike."""
-    if settings.algorithm is Algorithm.CROSS_ENTROPY:
-        return -1.0
-    a = each.advantages[t]
-    if settings.algorithm is Algorithm.IMPORTANCE_SAMPLING:
-        return -min(np.exp(each.logp[t] - each.mu[t]), settings.ratio_cap) * a
-    w = min(np.exp(each.old[t] - each.mu[t]), settings.mismatch_cap)
-    if settings.algorithm is Algorithm.CISPO:
-        r = np.exp(each.logp[t] - each.old[t])
-        return -w * min(max(r, 1 - settings.clip_low), 1 + settings.clip_high) * a
-    r = _clip_ratio(each, t, settings)
-    plain = settings.algorithm is Algorithm.PPO
-    low, high = 1 - settings.clip_low, 1 + settings.clip_high
-    beyond = r > high if a > 0 else not low <= r <= (np.inf if plain else settings.dual_clip)
-    return 0.0 if beyond else -(min(r, settings.ratio_cap) if plain else w * r) * a
 
 
 def _below_cap(log_ratio: float, still: float, settings: ResolvedLoss) -> float:

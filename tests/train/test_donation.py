@@ -9,9 +9,9 @@ import pytest
 from configs import changed
 from few_operations import growth
 from mlx.utils import tree_map
-from trainers import LORA, make_policy, make_trainer, samples
+from trainers import LORA, make_policy, make_trainer
 
-from mlx_parallm.train.accumulation import Accumulated, Accumulation
+from mlx_parallm.train.accumulation import Accumulated
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
 
@@ -33,13 +33,6 @@ def gradients_of(policy: Policy) -> Any:
     return found
 
 
-def accumulation(trainer: GRPOTrainer, policy: Policy) -> Accumulation:
-    """One whose micro-steps are done."""
-    work = Accumulation(policy, samples(4), trainer.config.loss, 64)
-    work.gradients = gradients_of(policy)
-    return work
-
-
 @pytest.mark.parametrize("max_grad_norm", [1e9, 1e-3])
 def test_a_step_takes_no_memory_besides_the_new_state(
     learning: tuple[GRPOTrainer, Policy], max_grad_norm: float
@@ -55,12 +48,3 @@ def test_a_step_takes_no_memory_besides_the_new_state(
         mx.eval(after.params, after.optimizer)
     assert after.step == 1
     assert grown.nbytes < policy.nbytes
-
-
-def test_gradients_of_several_calls_are_added_in_place(learning: tuple[GRPOTrainer, Policy]) -> None:
-    trainer, policy = learning
-    work, accumulated = accumulation(trainer, policy), Accumulated()
-    accumulated.add(accumulation(trainer, policy))
-    with growth() as grown:
-        accumulated.add(work)
-    assert grown.nbytes < 4 * policy.parameters / 8

@@ -11,7 +11,6 @@ from train.loss_reference import (
     Padding,
     Row,
     computed,
-    finite_differences,
     mixed_rows,
     reference_gradient,
     reference_loss,
@@ -66,22 +65,16 @@ def stats(rows, settings, padding=PLAIN):
 
 
 def check_against_the_reference(rows, settings):
-    """The loss and its gradient; and the reference's own gradient against finite differences."""
     value, gradient = computed(rows, settings)
-    expected, whole = reference_gradient(rows, settings), reference_loss(rows, settings)
-    close([value], [whole], expected)
+    expected = reference_gradient(rows, settings)
+    close([value], [reference_loss(rows, settings)], expected)
     close(gradient, expected)
-    # a difference of two sums is rounded as they are, and these two losses are sums of up to some thousands
-    sums = settings.algorithm in (Algorithm.PPO, Algorithm.IMPORTANCE_SAMPLING)
-    rounding = 1e-9 * (max(1.0, abs(whole)) if sums else 1.0)
-    for analytic, measured in zip(expected, finite_differences(rows, settings), strict=True):
-        np.testing.assert_allclose(analytic, measured, rtol=1e-6, atol=rounding)
 
 
 @pytest.mark.parametrize("zone", ZONES)
 @pytest.mark.parametrize("advantage", [0.8, -1.3])
 @pytest.mark.parametrize("algorithm", SINGLE)
-def test_loss_and_gradient_equal_the_reference_and_finite_differences(algorithm, advantage, zone):
+def test_loss_and_gradient_equal_the_reference(algorithm, advantage, zone):
     rng = np.random.default_rng(len(zone))
     rows = [row(rng, n, ZONES[zone], advantage, group) for n, group in ((4, 0), (1, 0), (6, 1))]
     settings = changed(SETTINGS, algorithm=algorithm)
@@ -93,9 +86,7 @@ def test_mixed_lengths_signs_and_groups_equal_the_reference_with_its_own_clip_ra
     bounds = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
     settings = changed(SETTINGS, algorithm=algorithm, **bounds)
     rows = mixed_rows()
-    value, gradient = computed(rows, settings)
-    close([value], [reference_loss(rows, settings)])
-    close(gradient, reference_gradient(rows, settings))
+    check_against_the_reference(rows, settings)
 
 
 @pytest.mark.parametrize("algorithm", SINGLE)

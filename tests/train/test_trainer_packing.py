@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -12,14 +11,12 @@ from configs import changed, loss_config
 from mlx.utils import tree_flatten
 from trainers import (
     SETTINGS,
-    SINGLE,
     all_buckets,
     assert_close,
     assert_plain_logprobs,
     everywhere,
     gradients,
     learn,
-    learning,
     make_policy,
     make_trainer,
     packed,
@@ -90,18 +87,6 @@ def test_an_eighth_of_the_tokens_at_most_is_padding(most: int) -> None:
 def attending(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention as on a CPU, and as on a GPU."""
     monkeypatch.setattr("mlx_parallm.train.attention.on_cpu", lambda: request.param == "by parts")
-
-
-@pytest.mark.usefixtures("attending")
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_buckets_change_no_logprob(family: str, checkpointed: bool) -> None:
-    """In any order, over a sliding window of 8 too."""
-    trainer, model = make_trainer(changed(SETTINGS, gradient_checkpointing=checkpointed), family)
-    policy = make_policy(trainer, moved=0.05)
-    drawn = [*group((30, 1, 4, 30), number=1), *group((2, 25), (7, 8), 2)]
-    batch = assert_plain_logprobs(trainer, model, policy, drawn)
-    assert len(all_buckets(batch.branch)) > 2
 
 
 @pytest.mark.usefixtures("attending")
@@ -211,12 +196,3 @@ def test_gradients_of_turns_equal_those_of_plain_forwards(family: str, checkpoin
 
     want = {name: np.array(leaf) for name, leaf in tree_flatten(mx.grad(plain)(policy.params))}
     assert_close(gradients(trainer, policy, drawn), want, 1e-5)
-
-
-@pytest.mark.parametrize("algorithm", SINGLE)
-def test_sharing_turns_changes_no_gradient(algorithm: Algorithm) -> None:
-    """Against one sample a micro-step."""
-    settings = unclipped(micro_batch_tokens=10_000, loss=loss_config(algorithm=algorithm, clip_low=0.9, clip_high=9.0))
-    together, _, policy, drawn = learning([*episodes(), *(replace(s, group=1) for s in episodes(1))], settings)
-    alone, _ = make_trainer(changed(settings, micro_batch_tokens=1))
-    assert_close(gradients(together, policy, drawn), gradients(alone, policy, drawn), 1e-5)

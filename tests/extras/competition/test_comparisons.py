@@ -301,25 +301,6 @@ async def test_there_is_one_comparison_of_an_adapter_at_a_time() -> None:
 # -- versions that updates make ----------------------------------------------------------------------
 
 
-async def updated(rig: Rig) -> None:
-    """One automatic update, which publishes the candidate."""
-    async with rig.service.entry("main"):
-        rig.trained.live = CANDIDATE
-
-
-async def test_the_first_version_and_an_update_that_publishes_none_begin_nothing() -> None:
-    rig = Rig(automatic=True)
-    async with rig.service.entry("main"):
-        pass
-    rig.trained.live = None
-    await updated(rig)
-    with pytest.raises(RuntimeError):
-        async with rig.service.entry("main"):
-            raise RuntimeError
-    assert rig.service.cards() == []
-    rig.assert_nothing_is_left()
-
-
 async def test_without_a_way_back_training_pauses() -> None:
     rig = Rig(automatic=True)
     rig.trained.error = OSError("disk full")

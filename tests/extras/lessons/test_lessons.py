@@ -123,13 +123,3 @@ async def test_rules_without_a_signal_end_it_and_bad_ones_do_not_begin(tmp_path:
         while (status := (await client.get("/v1/training/status")).json())["state"] == "running":
             await asyncio.sleep(0.05)  # until its last answers have left
         assert (status["state"], status["skips"]) == ("idle", {})
-
-
-@pytest.mark.timeout(120)
-async def test_a_server_that_draws_by_itself_takes_none(tmp_path: Path) -> None:
-    server = make(tmp_path, rl_training__environment="words")
-    async with serving(server) as client:
-        assert "--no-server-rollouts" in (await client.get(ROUTE)).json()["obstacle"]
-        refused = await client.post(ROUTE, json=LESSON)
-        assert refused.status_code == 409
-        assert "words" in refused.json()["error"]["message"]

@@ -15,12 +15,12 @@ from extras.reward_models.test_arithmetic import finished, made, moved, score
 from rl.scoring_rig import LONG_S, group
 
 from mlx_parallm.core.requests import CollectionSpec
-from mlx_parallm.errors import ConfigError, InvalidRequestError, StepFailedError
+from mlx_parallm.errors import InvalidRequestError, StepFailedError
 from mlx_parallm.extras.reward_models.folder import RewardModelFolder
 from mlx_parallm.extras.reward_models.learning import RewardModelDevice
 from mlx_parallm.extras.reward_models.service import RewardModels
 from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
-from mlx_parallm.rl.scoring.service import ScorerCatalogue, ScoringService
+from mlx_parallm.rl.scoring.service import ScoringService
 from mlx_parallm.train.trainer import GRPOTrainer
 
 END = 257
@@ -85,20 +85,6 @@ async def test_names_are_checked_with_the_request(scoring: Callable[..., Scoring
         await service.check(CollectionSpec("0.5*reward_model:rm + 0.5*exact"))
     with pytest.raises(InvalidRequestError, match="did you mean"):
         await service.check(CollectionSpec("reward_models:rm"))
-
-
-def test_a_configured_reward_that_is_unknown_ends_the_start() -> None:
-    catalogue = ScorerCatalogue(RewardSpec(read_reward("reward_model:other")), Known().check)
-    with pytest.raises(ConfigError, match="reward: reward_model:other cannot be used: there are rm"):
-        catalogue.check_reward()
-    with pytest.raises(ConfigError, match="reward: reward_model:other cannot be used"):
-        catalogue.check_reward("reward_model:")
-    ScorerCatalogue(RewardSpec(read_reward("0.5*reward_model:rm + 0.5*exact")), Known().check).check_reward(
-        "reward_model:"
-    )
-    ScorerCatalogue().check_reward("reward_model:")
-    with pytest.raises(ConfigError, match="score in a server or a run that trains"):
-        ScorerCatalogue(RewardSpec(read_reward("reward_model:rm"))).check_reward()
 
 
 # ---- on a tiny model -----------------------------------------------------------------------------
