@@ -12,9 +12,9 @@ budget: the time of a step of Llama-3.1-8B in 4 bits on an M4 Max, as arithmetic
 training: kernels, nodes of the graph, products and waits of a training micro-step beside one of a plain trainer of
     mlx-lm, eager and under mx.compile, of the bundled model with rank 16. Seconds; its record is that of the counts.
 compared: a whole step of the engine beside one of mlx-lm's batch generator: kernels, nodes of the graph, waits, copies,
-    and the time of the host, a step of each in turn. For 1 to 32 rows of 500 and 4,000 tokens of four models without
-    weights, whose layers and widths are the true ones. About 5 minutes, and its record is results/step_compared.json.
-    --quick: 1 and 16 rows of 500 tokens, without a record.
+    traffic, and the time of the host, a step of each in turn; with plain attention, and in the kernel. For 1 to 32 rows
+    of 500 and 4,000 tokens of four models without weights, whose layers and widths are the true ones. About 5 minutes,
+    and its record is results/step_compared.json. --quick: 1 and 16 rows of 500 tokens, without a record.
 
 --record-counts writes the counts to the record and does nothing else. Tests fail if a step launches or moves more than
 2 % more than the record says; the commit that records more says why.
@@ -49,6 +49,12 @@ MOST_MICRO_STEP_KERNELS, MOST_MICRO_STEP_WAITS = 1.6, 10
 """Times those of the compiled plain trainer; if no request waits."""
 AIMS = {"kernels": (1.2, 1.6), "nodes": (1.4, None), "host": (1.8, 2.4)}
 """At most so many times mlx-lm's, with 16 rows of 500 tokens; with eight adapters."""
+AIMS_OF_KERNEL = {"kernels": (1.05, 1.45)}
+"""The same where rows attend in the kernel of `paged_attention`."""
+MOST_TRAFFIC = 1.3
+"""Times mlx-lm's, with 16 rows of 4,000 tokens that attend in the kernel."""
+AIMED = [Batch(16, 500, adapters, kernel=kernel) for adapters in (0, 8) for kernel in (False, True)]
+LONG = Batch(16, 4000, kernel=True)
 BUDGET_ROWS = (1, 8, 16, 32, 64)
 BUDGET_CONTEXTS = (512, 2000)
 SHOWN_OPERATIONS = 24
@@ -135,7 +141,8 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 
 def _compared(model: Architecture, batches: list[Batch]) -> tuple[Table, dict[str, Any], list[Figure]]:
-    table = _table(f"A whole step beside mlx-lm's: {model.name}", ("kernels", "nodes", "host ms", "waits", "copies"))
+    columns = ("kernels", "nodes", "host ms", "traffic", "waits", "copies")
+    table = _table(f"A whole step beside mlx-lm's: {model.name}", columns)
     counts, times = compared.counted(model, batches), compared.timed(model, batches, COMPARED_REPEATS)
     rows, figures = {}, []
     for batch, found in counts.items():
@@ -145,17 +152,22 @@ def _compared(model: Architecture, batches: list[Batch]) -> tuple[Table, dict[st
             batch.text,
             *(f"{getattr(found.ours, what):,}, {found.ratio(what):.2f}x" for what in ("kernels", "nodes")),
             f"{host.ours:.1f}, {host.ratio.text(2)}x",
+            f"{found.ours.traffic / 1e6:,.0f} MB, {found.ratio('traffic'):.2f}x",
             *pair,
         )
         rows[f"{model.name}, {batch.text}"] = {**asdict(found), "host": asdict(host)}
-        if batch in (Batch(16, 500), Batch(16, 500, adapters=8)):
+        if batch in AIMED:
             spreads = {what: reported([found.ratio(what)])[0] for what in ("kernels", "nodes")} | {"host": host.ratio}
+            aims = AIMS | (AIMS_OF_KERNEL if batch.kernel else {})
             figures += [
                 Figure(
-                    f"{model.name}, {batch.text}: {what}", "x", spread, spread.median, AIMS[what][batch.adapters > 0]
+                    f"{model.name}, {batch.text}: {what}", "x", spread, spread.median, aims[what][batch.adapters > 0]
                 )
                 for what, spread in spreads.items()
             ]
+        if batch == LONG:
+            traffic = reported([found.ratio("traffic")])
+            figures.append(Figure(f"{model.name}, {batch.text}: traffic beside K and V", "x", *traffic, MOST_TRAFFIC))
     return table, rows, figures
 
 

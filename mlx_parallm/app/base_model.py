@@ -15,6 +15,7 @@ from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.app.adapters import KnownAdapters, find_adapters
 from mlx_parallm.app.base_paths import BasePath, base_of_adapter
 from mlx_parallm.app.device import SharedDevice, build_runner, device_schedule, kv_layout, mlx_limits
+from mlx_parallm.batch.attention import AttentionChoice
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config
 from mlx_parallm.core.device import TrainingWork
@@ -25,7 +26,7 @@ from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.speculate import Source
-from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention
+from mlx_parallm.engine.startup import Prover, calibrate, calibrate_steps, choose_attention
 from mlx_parallm.engine.text import Vocabulary
 from mlx_parallm.engine.thread import Loading
 from mlx_parallm.errors import ConfigError
@@ -69,7 +70,7 @@ class BaseModel:
         self.first = at is shared.bases[0]
         self._shared, self._config = shared, shared.config
         self._cost: CostModel | None = None
-        self._dense_rows = 0.0
+        self._attention = AttentionChoice()
         self._prefix_store: PrefixStore | None = None
 
     @property
@@ -161,7 +162,7 @@ class BaseModel:
     def parts(self, built: Built, work: TrainingWork | None = None) -> EngineParts:
         """The parts of the engine. `work`: of training, if this base model trains."""
         config, sources = self._config, built.sources
-        cost = self._measured(built.runner, steps=bool(sources))
+        cost = self._measured(built, steps=bool(sources))
         return EngineParts(
             built.runner,
             built.store,
@@ -195,16 +196,18 @@ class BaseModel:
         memories, keep = self._shared.memories, self._config.server.prefix_cache
         return build_draft_model(built.manager, built.bank, built.runner, cost, built.draft, memories, keep)
 
-    def _measured(self, runner: BatchRunner, steps: bool) -> CostModel:
+    def _measured(self, built: Built, steps: bool) -> CostModel:
         """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention.
         `steps`: with units of a few tokens, as drafts make them."""
+        runner, manager = built.runner, built.manager
         if self._cost is None:
             check = self._shared.processor.raise_if_stopped
-            choose_attention(runner)
-            self._dense_rows, self._cost = runner.dense_rows, calibrate(runner, check)
+            prover = Prover(manager.model, built.bank, manager.plan, runner)
+            choose_attention(runner, self._config.server.attention, prover)
+            self._attention, self._cost = runner.attention, calibrate(runner, check)
             if steps:
                 self._cost = calibrate_steps(runner, self._cost, check)
-        runner.dense_rows = self._dense_rows
+        runner.attention = self._attention
         return self._cost
 
     def _opened_prefix_store(self, manager: SharedModelManager) -> PrefixStore | None:

@@ -1,27 +1,25 @@
 """The attention of a pass over the blocks of its rows: its calls, and dense attention, one product over a row's keys.
 
-`block_attention` has the other kind of call. Which of the two is faster for single tokens is measured at the start:
-dense attention of a row is one fused kernel on a GPU, and attention by blocks takes five for any number of rows.
+`block_attention` and `paged_attention` have the other kinds of calls. Which one single tokens use is measured at the
+start, see `attention_times`: dense attention of a row is one fused kernel on a GPU, attention by blocks takes five for
+any number of rows, and paged attention one or two.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby, pairwise
 
 import mlx.core as mx
 
-from mlx_parallm.batch.block_attention import BlockAttention, calls, folds_work, pairs_work
+from mlx_parallm.batch.block_attention import BlockAttention, calls, folds_work
 from mlx_parallm.batch.distributions import exp
+from mlx_parallm.batch.paged_attention import MOST_TOKENS, PagedAttention
 from mlx_parallm.batch.spans import Kind, SeenBlocks, kind_of
-from mlx_parallm.kv.arena import Arena
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.model.device import on_cpu
-from mlx_parallm.model.layer_state import LayerSpec
 from mlx_parallm.model.linears import LatentHeads
 
 # ---- dense attention ----------------------------------------------------------------------------
@@ -157,7 +155,20 @@ def _on_cpu(queries: mx.array, keys: mx.array, values: mx.array, scale: float, m
 # ---- the calls of a pass ------------------------------------------------------------------------
 
 
-Call = DenseSpan | BlockAttention
+Call = DenseSpan | BlockAttention | PagedAttention
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """Which calls are used on this device.
+
+    dense_rows: up to so many single tokens attend row by row instead of in one call, if the blocks of each row are
+        consecutive. Infinite: all rows attend one by one, because the device has no `gather_mm` for their type.
+    kernel: other single tokens, and drafts, attend in the kernel of `paged_attention` instead of by blocks.
+    """
+
+    dense_rows: float = 0.0
+    kernel: bool = False
 
 
 class AttentionCalls:
@@ -165,11 +176,10 @@ class AttentionCalls:
 
     Args:
         rows: the tokens of the pass in order, with the blocks that they see.
-        dense_rows: see `Forward`.
     """
 
-    def __init__(self, rows: Sequence[SeenBlocks], window: int | None, dense_rows: float) -> None:
-        self._calls = list(_calls(rows, window, dense_rows))
+    def __init__(self, rows: Sequence[SeenBlocks], window: int | None, choice: AttentionChoice) -> None:
+        self._calls = list(_calls(rows, window, choice))
 
     def advance(self) -> None:
         """Moves on to the next token of each row, in the same blocks."""
@@ -206,105 +216,33 @@ def _of_heads(call: Call, keys: mx.array, queries: mx.array, heads: LatentHeads,
         return heads.absorbed(queries[tokens], lambda absorbed: call.attend(keys, keys, absorbed, 1.0, None))
 
 
-def _calls(rows: Sequence[SeenBlocks], window: int | None, dense_rows: float) -> Iterator[tuple[slice, Call]]:
+def _calls(rows: Sequence[SeenBlocks], window: int | None, choice: AttentionChoice) -> Iterator[tuple[slice, Call]]:
     """The attention calls, each with its tokens."""
     start = 0
     for kind, group in groupby(rows, key=lambda row: kind_of(row.tokens)):
-        together = list(group)
-        dense = _is_dense(kind, together, dense_rows)
-        for each in [[row] for row in together] if dense else calls(together):
+        for each, call in _calls_of(kind, list(group), window, choice):
             stop = start + sum(row.tokens for row in each)
-            yield slice(start, stop), DenseSpan(each[0], window) if dense else BlockAttention(each, window)
+            yield slice(start, stop), call
             start = stop
 
 
-def _is_dense(kind: Kind, rows: Sequence[SeenBlocks], dense_rows: float) -> bool:
-    """Whether rows of one kind attend one by one, each to dense keys, and not in one call by pairs."""
+def _calls_of(
+    kind: Kind, rows: Sequence[SeenBlocks], window: int | None, choice: AttentionChoice
+) -> Iterator[tuple[Sequence[SeenBlocks], Call]]:
+    """The calls of rows of one kind, each with its rows."""
+    in_kernel = choice.kernel and all(row.tokens <= MOST_TOKENS for row in rows)
+    if _is_dense(kind, rows, choice.dense_rows, in_kernel):
+        yield from (([row], DenseSpan(row, window)) for row in rows)
+    elif in_kernel:
+        yield rows, PagedAttention(rows, window)
+    else:
+        yield from ((each, BlockAttention(each, window)) for each in calls(rows))
+
+
+def _is_dense(kind: Kind, rows: Sequence[SeenBlocks], dense_rows: float, in_kernel: bool) -> bool:
+    """Whether rows of one kind attend one by one, each to dense keys, and not in one call."""
     if math.isinf(dense_rows) or kind is Kind.LONG:
         return True
     if kind is Kind.SHORT:
-        return len(rows) == 1 or not folds_work()
+        return len(rows) == 1 or not (in_kernel or folds_work())
     return len(rows) <= dense_rows and all(are_consecutive(row.block_ids) for row in rows)
-
-
-# ---- which is faster ----------------------------------------------------------------------------
-
-_ROWS = (1, 4, 8)
-_TOKENS, _BLOCKS = 500, 8
-"""The length of each row, in tokens and in blocks."""
-_LAYERS = 4
-_REPEATS = 5
-_MARGIN = 1.1
-"""Dense attention is used if it takes at most so many times as long, because it needs no index arrays."""
-_GROUP = 4
-"""Query heads for each head of keys and values, as most models have."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionTimes:
-    """Milliseconds of one layer's attention, for some numbers of rows of 500 tokens."""
-
-    dense: dict[int, float]
-    by_blocks: dict[int, float]
-
-    @property
-    def dense_rows(self) -> float:
-        """Up to how many rows dense attention is faster, as far as measured; 0 if it is not faster for one row.
-        Infinite if the device cannot attend by blocks."""
-        if not self.by_blocks:
-            return math.inf
-        faster = 0
-        for rows, milliseconds in self.dense.items():
-            if milliseconds > _MARGIN * self.by_blocks[rows]:
-                break
-            faster = rows
-        return faster
-
-    @property
-    def text(self) -> str:
-        if not self.by_blocks:
-            return "each row alone: no gather_mm for this type here"
-        times = (f"{rows} {self.dense[rows]:.2f} / {self.by_blocks[rows]:.2f}" for rows in self.dense)
-        return f"dense up to {self.dense_rows} rows (ms a layer, dense / by blocks, for rows: {', '.join(times)})"
-
-
-def typical_attention() -> AttentionTimes:
-    """The times of a layer as many models of 8 billion parameters have it. In half-precision, but not on a CPU."""
-    return measure_attention(LayerSpec(8, 128, 128), mx.float32 if on_cpu() else mx.bfloat16)
-
-
-def measure_attention(spec: LayerSpec, dtype: mx.Dtype) -> AttentionTimes:
-    """Measures layers of this shape, in up to half a second on a CPU."""
-    if not pairs_work(dtype):
-        return AttentionTimes({}, {})
-    arena = _filled_arena(spec, dtype)
-    dense, by_blocks = {}, {}
-    for count in _ROWS:
-        rows = [SeenBlocks(range(row * _BLOCKS, (row + 1) * _BLOCKS), 0, _TOKENS - 1) for row in range(count)]
-        queries = mx.random.normal((count, _GROUP * spec.kv_heads, 1, spec.head_dim_k)).astype(dtype)
-        alone, together = (AttentionCalls(rows, None, dense_rows) for dense_rows in (math.inf, 0))
-        dense[count], by_blocks[count] = _milliseconds([
-            partial(_attend, calls, arena, queries) for calls in (alone, together)
-        ])  # fmt: skip
-    return AttentionTimes(dense, by_blocks)
-
-
-def _attend(calls: AttentionCalls, arena: Arena, queries: mx.array, layer: int) -> mx.array:
-    return calls.attend(arena.keys[layer], arena.values[layer], queries, 1.0, None)
-
-
-def _filled_arena(spec: LayerSpec, dtype: mx.Dtype) -> Arena:
-    arena = Arena([spec] * _LAYERS, dtype)
-    arena.resize(max(_ROWS) * _BLOCKS)
-    return arena
-
-
-def _milliseconds(attentions: Sequence[Callable[..., mx.array]]) -> list[float]:
-    """The least time of one layer for each of these, which take turns."""
-    times: list[list[float]] = [[] for _ in attentions]
-    for _ in range(1 + _REPEATS):
-        for attend, taken in zip(attentions, times, strict=True):
-            started = time.perf_counter()
-            mx.eval([attend(layer=layer) for layer in range(_LAYERS)])
-            taken.append(1e3 * (time.perf_counter() - started) / _LAYERS)
-    return [min(taken[1:]) for taken in times]

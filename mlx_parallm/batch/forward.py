@@ -22,7 +22,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.batch.attention import AttentionCalls
+from mlx_parallm.batch.attention import AttentionCalls, AttentionChoice
 from mlx_parallm.batch.parts import parts_of
 from mlx_parallm.batch.quantized import QuantizedGroup
 from mlx_parallm.batch.spans import Kind, Span, kind_of, positions_of, seen_blocks, write_targets
@@ -37,10 +37,14 @@ from mlx_parallm.model.mixers import Part, PassCache, PassMask
 
 
 class GroupPass:
-    """The forward pass in one layer group: index arrays that its layers share. `dense_rows`: see `Forward`."""
+    """The forward pass in one layer group: index arrays that its layers share."""
 
     def __init__(
-        self, group: LayerGroup, spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]], dense_rows: float
+        self,
+        group: LayerGroup,
+        spans: Sequence[Span[KVRow]],
+        tables: Sequence[Sequence[int]],
+        attention: AttentionChoice,
     ) -> None:
         self.arena, self._window = group.arena, group.window
         rows = [seen_blocks(span, table, group.window) for span, table in zip(spans, tables, strict=True)]
@@ -48,7 +52,7 @@ class GroupPass:
         self._next = [(span.stop, 1) for span in spans if span.tokens == 1]
         self._block_ids, self._offsets = write_targets(spans, tables)
         self._lines: dict[int, Lines] = {}
-        self._calls = AttentionCalls(rows, group.window, dense_rows)
+        self._calls = AttentionCalls(rows, group.window, attention)
 
     def advance(self, spans: Sequence[Span[KVRow]], tables: Sequence[Sequence[int]]) -> bool:
         """Moves the index arrays on to the next token of each row. False if the spans are not those, or if the rows see
@@ -84,8 +88,8 @@ class GroupPass:
         return self._calls.attend(self.arena.keys[index], self.arena.values[index], queries, scale, sinks, heads)
 
 
-KeptGroups = dict[tuple[int, float], GroupPass]
-"""The last pass in each layer group, by its number and `dense_rows`."""
+KeptGroups = dict[tuple[int, AttentionChoice], GroupPass]
+"""The last pass in each layer group, by its number."""
 
 
 class Forward:
@@ -97,8 +101,6 @@ class Forward:
     Args:
         spans: `in_order`.
         bank: the adapter bank that the mixers' linears read.
-        dense_rows: up to so many single tokens attend row by row instead of in one call, if the blocks of each row are
-            consecutive. Infinite: all rows attend one by one, because the device has no `gather_mm` for their type.
         kept: what the passes before have left, which is used again and renewed.
     """
 
@@ -108,7 +110,7 @@ class Forward:
         spans: Sequence[Span[KVRow]],
         bank: AdapterBank,
         plan: CachePlan,
-        dense_rows: float,
+        attention: AttentionChoice,
         kept: KeptGroups,
     ) -> None:
         self.offset = mx.array(positions_of(spans).astype(np.int32))
@@ -119,7 +121,7 @@ class Forward:
         self.takes_heads = has_long and pool.layout.bits is None and pool.layout.is_latent
         self.heads: LatentHeads | None = None
         self.owners: dict[int, tuple[mx.array, LayerCache]] = {}
-        self._pool, self._spans, self._dense_rows, self._kept = pool, spans, dense_rows, kept
+        self._pool, self._spans, self._attention, self._kept = pool, spans, attention, kept
         self._groups: dict[int, GroupPass | QuantizedGroup] = {}
 
     def caches(self) -> list[LayerCache]:
@@ -164,10 +166,10 @@ class Forward:
         pool, spans, tables = self._pool, self._spans, [span.row.tables[number] for span in self._spans]
         group = pool.groups[number]
         if pool.tails is not None and pool.layout.bits is not None:
-            return QuantizedGroup(group, pool.tails, tables, spans, pool.layout.bits, self._dense_rows)
-        kept = self._kept.get((number, self._dense_rows))
+            return QuantizedGroup(group, pool.tails, tables, spans, pool.layout.bits, self._attention)
+        kept = self._kept.get((number, self._attention))
         if kept is None or kept.arena is not group.arena or not kept.advance(spans, tables):
-            kept = self._kept[number, self._dense_rows] = GroupPass(group, spans, tables, self._dense_rows)
+            kept = self._kept[number, self._attention] = GroupPass(group, spans, tables, self._attention)
         return kept
 
 

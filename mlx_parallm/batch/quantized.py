@@ -26,7 +26,7 @@ from itertools import count
 import mlx.core as mx
 import numpy as np
 
-from mlx_parallm.batch.attention import AttentionCalls
+from mlx_parallm.batch.attention import AttentionCalls, AttentionChoice
 from mlx_parallm.batch.spans import SeenBlocks, Span
 from mlx_parallm.kv.arena import Lines, lines_of
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED, blocks_for
@@ -77,7 +77,7 @@ class QuantizedGroup:
         tables: Sequence[Sequence[int]],
         spans: Sequence[Span[KVRow]],
         bits: int,
-        dense_rows: float,
+        attention: AttentionChoice,
     ) -> None:
         pieces = [
             piece
@@ -101,7 +101,7 @@ class QuantizedGroup:
         self._read = mx.array(list(read)) if read else None
         at = dict(zip(read, count(len(pieces)), strict=False))
         rows = [_seen(piece, staged, at, group.window) for staged, piece in enumerate(pieces)]
-        self._calls = AttentionCalls(rows, group.window, dense_rows)
+        self._calls = AttentionCalls(rows, group.window, attention)
         self._lines: dict[int, Lines] = {}
         self._staged: dict[int, tuple[mx.array, mx.array]] = {}
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.batch.attention import AttentionChoice
 from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.forward import Forward, KeptGroups
 from mlx_parallm.batch.sampling import (
@@ -108,7 +109,7 @@ class BatchRunner:
     """Owns the model and the KV pool. Device thread only.
 
     Attributes:
-        dense_rows: see `Forward`.
+        attention: which calls of attention its passes have.
 
     Args:
         model: an mlx-lm model.
@@ -125,7 +126,7 @@ class BatchRunner:
         plan: CachePlan,
     ) -> None:
         self.cache = cache
-        self.dense_rows = 0.0 if pairs_work(cache.layout.dtype) else math.inf
+        self.attention = AttentionChoice(0.0 if pairs_work(cache.layout.dtype) else math.inf)
         self._bank = bank
         self._model = model
         self._trunk = trunk_of(model)
@@ -270,7 +271,7 @@ class BatchRunner:
     def run_trunk(self, inputs: mx.array, spans: Seq[Span[KVRow]]) -> mx.array:
         """The trunk's outputs [N, hidden] for tokens [N], or the logits [N, vocab] of a model without a trunk."""
         model = self._model if self._trunk is None else self._trunk
-        run = Forward(self.cache, spans, self._bank, self._plan, self.dense_rows, self._groups)
+        run = Forward(self.cache, spans, self._bank, self._plan, self.attention, self._groups)
         slots, lengths = [span.row.adapter_slot for span in spans], [span.tokens for span in spans]
         with answered_by(run), self._bank.forward(slots, lengths):
             outputs: mx.array = model(inputs[:, None], cache=self._expected.nested(run.caches()))

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 import mlx_parallm
-from mlx_parallm.batch.attention import typical_attention
+from mlx_parallm.batch.attention_times import typical_attention
 from mlx_parallm.blas import INSTALL_HINT
 from mlx_parallm.engine.machine_watch import footprint_limit
 from mlx_parallm.errors import ModelNotFoundError
@@ -70,7 +70,7 @@ def report() -> DeviceReport:
         "memory guard": _fact(_memory_guard),
         "power": _fact(_power),
         **({"cores": _fact(_cores)} if sys.platform == "linux" else {}),
-        "attention": typical_attention().text,
+        "attention": typical_attention(),
         "bundled model": model,
     }
     return DeviceReport(facts, tuple(warnings))

@@ -21,7 +21,15 @@ from mlx_parallm.config.sections import (
     DebugConfig,
     ModelConfig,
 )
-from mlx_parallm.config.server import GenerationConfig, LogprobsMode, Mode, ServerConfig, Speculation, TrafficClass
+from mlx_parallm.config.server import (
+    Attention,
+    GenerationConfig,
+    LogprobsMode,
+    Mode,
+    ServerConfig,
+    Speculation,
+    TrafficClass,
+)
 from mlx_parallm.config.sources import API_KEY_VARIABLE, CLUSTER_TOKEN_VARIABLE, KEYS, SECTIONS, Key, Setting, suggest
 from mlx_parallm.config.training import (
     CompetitionConfig,

@@ -39,6 +39,14 @@ OTHER_CONNECTIONS = 256
 """Connections in addition to those of running and queued requests, for probes and idle clients."""
 
 
+class Attention(StrEnum):
+    """How single tokens attend to the keys and values of their sequences."""
+
+    AUTO = "auto"
+    KERNEL = "kernel"
+    PLAIN = "plain"
+
+
 class Mode(StrEnum):
     """How the server divides the device between requests and training."""
 
@@ -145,6 +153,12 @@ class ServerConfig(Section):
     """Bits of each number in the KV cache: 8 or 4. A block of 64 tokens is quantized when it is full; the last block of
     each row is kept as it was computed. With the scales, 8 bits take 53 to 56 % of half precision, and 4 bits 28 to
     31 %. null: nothing is quantized.
+    """
+    attention: Annotated[Attention, BeforeValidator(lower), Flag("--attention", "auto|kernel|plain")] = Attention.AUTO
+    """How tokens that are generated attend to the KV cache on a GPU. kernel: in one kernel, which reads the cache where
+    it lies; it must agree with plain attention at the start, or the server does not start. plain: by products of MLX.
+    auto: in the kernel, if it agrees, is faster on this machine, and a report from such a GPU has shown that it is
+    right, which none has for a Mac yet. On a CPU it is plain.
     """
     prefix_cache: Annotated[bool, Flag("--prefix-cache")] = True
     """Keep the keys and values of prompts and answers, so that a later prompt of the same adapter version that begins

@@ -6,6 +6,8 @@ import logging
 from dataclasses import replace
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.batch.attention import AttentionChoice
+from mlx_parallm.batch.paged_attention import obstacle
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, Speculation
 from mlx_parallm.engine.budget import CostModel
@@ -122,7 +124,8 @@ def build_draft_model(
             prove_once(draft, slots)
         cache = LoRABatchedKVCache(model.plan.layout, memory, length, keep_prefixes)
         own = BatchRunner(model.model, cache, slots, model.plan)
-        own.dense_rows = runner.dense_rows
+        kernel = runner.attention.kernel and obstacle(model.plan.layout) is None
+        own.attention = AttentionChoice(runner.attention.dense_rows, kernel)
         if draft is not None:
             cost = calibrate_steps(own, calibrate(own))
     except BaseException:  # whatever it is: the base models must not count its memory

@@ -15,13 +15,15 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.batch.attention import measure_attention
+from mlx_parallm.batch.attention_times import AttentionTimes, measure_attention
+from mlx_parallm.batch.paged_attention import is_proved, obstacle
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span, in_order
+from mlx_parallm.config import Attention
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.sequence import PromptGroup, Sequence
 from mlx_parallm.engine.speculate import MOST_TOKENS
-from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory
@@ -244,21 +246,53 @@ Check = Callable[[], None]
 """Raises what ends the measurements early."""
 
 
-def choose_attention(runner: BatchRunner) -> None:
+def choose_attention(runner: BatchRunner, wanted: Attention, prover: Prover) -> None:
     """Measures which attention of single tokens is faster on this GPU, and lets the runner use it. Does nothing for a
     model without attention.
 
     On a CPU, a row alone is a fifth faster with dense keys, and several are not (`doctor` shows it). It is not measured
     there: beside other programs that takes a second, and the kind, and so the rounding, would differ from start to
     start.
+
+    Args:
+        prover: of this runner's model, with this runner.
+
+    Raises:
+        ConfigError: the kernel is `wanted`, and cannot be used.
     """
     layout = runner.cache.layout
+    why_not = obstacle(layout)
+    if wanted is Attention.KERNEL and why_not:
+        raise ConfigError(f"--attention kernel cannot be used: {why_not}; leave it out")
     if on_cpu():
-        runner.dense_rows = max(runner.dense_rows, 1.0)
+        runner.attention = replace(runner.attention, dense_rows=max(runner.attention.dense_rows, 1.0))
     elif layout.attention:
-        times = measure_attention(next(iter(layout.attention.values())), layout.dtype)
-        runner.dense_rows = times.dense_rows
-        _log.debug("attention of single tokens: %s", times.text)
+        tries_kernel = why_not is None and (wanted is Attention.KERNEL or (wanted is Attention.AUTO and is_proved()))
+        times = _attention_times(layout, tries_kernel)
+        runner.attention = times.choice(times.agrees and (times.is_faster or wanted is Attention.KERNEL))
+        problem = prover.batch().problem if runner.attention.kernel else ""
+        if times.kernel and not times.agrees:
+            problem = f"a layer's outputs differ by {times.difference:.1e}"
+        if problem:
+            _log.warning("attention does not use its kernel: %s", problem)
+            runner.attention = times.choice(kernel=False)
+        _log.debug("attention of single tokens: %s", times.text(runner.attention))
+        if wanted is Attention.KERNEL and not runner.attention.kernel:
+            raise ConfigError(
+                "--attention kernel cannot be used: on this GPU it does not compute what attention without it does; "
+                "leave it out, and report what `mlx_parallm doctor` prints"
+            )
+
+
+def _attention_times(layout: KVLayout, kernel: bool) -> AttentionTimes:
+    spec = next(iter(layout.attention.values()))
+    try:
+        return measure_attention(spec, layout.dtype, kernel)
+    except (
+        RuntimeError
+    ):  # MLX's own: this GPU's compiler refuses the kernel, or the device fails, as it then does again
+        _log.warning("attention cannot use its kernel on this GPU", exc_info=True)
+        return measure_attention(spec, layout.dtype, kernel=False)
 
 
 def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:

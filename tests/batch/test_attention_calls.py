@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from family_checks import Served
 
-from mlx_parallm.batch.attention import DenseSpan
+from mlx_parallm.batch.attention import AttentionChoice, DenseSpan
 from mlx_parallm.batch.block_attention import BlockAttention
 from mlx_parallm.batch.forward import GroupPass
 from mlx_parallm.batch.spans import Span
@@ -38,7 +38,7 @@ def test_index_arrays_move_on_with_the_rows_and_are_made_again_for_another_block
 ) -> None:
     """Windows move too. The logits are those of arrays that are made for each pass."""
     runner, made = Served(family).runner, Counter[str]()
-    runner.dense_rows = dense_rows
+    runner.attention = AttentionChoice(dense_rows)
     rows = [row for length in (100, 120) if (row := runner.cache.open(length + 40)) is not None]
     init = GroupPass.__init__
 

@@ -13,6 +13,7 @@ from tiny import tiny_model
 from word_grammar import Words
 
 from mlx_parallm.adapters.weights import VersionInfo
+from mlx_parallm.batch.attention import AttentionChoice
 from mlx_parallm.core.requests import Pooling, SamplingParams
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.model.cache_plan import prepare
@@ -37,7 +38,7 @@ REQUESTS = {
 def made(**switches: object) -> Harness:
     """A pool with a long cached prefix. Each row attends alone, in fewer operations than by blocks."""
     harness = make_harness(FewOperations(), max_batched_tokens=64, **switches)
-    harness.runner.dense_rows = math.inf
+    harness.runner.attention = AttentionChoice(math.inf)
     harness.answer("cached", CACHED, 1)
     return harness
 
@@ -81,7 +82,7 @@ def test_no_pass_of_a_draft_model_takes_the_memory_of_an_array_of_its_pool() -> 
     """One pass for each token of a draft."""
     harness = made(draft=FewOperations(), lookahead=False)
     own = harness.loop.draft_model._runner
-    own.dense_rows = math.inf
+    own.attention = AttentionChoice(math.inf)
     grown = []
     draw = harness.loop.draft_model._run
 

@@ -10,16 +10,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import make_harness
+from harness import Harness, make_harness
 from tiny import FAMILIES, VOCAB_SIZE, tiny_model
 
-from mlx_parallm.batch.attention import AttentionTimes
+from mlx_parallm.batch.attention import AttentionChoice
+from mlx_parallm.batch.attention_times import AttentionTimes
 from mlx_parallm.batch.spans import Span
+from mlx_parallm.config import Attention
 from mlx_parallm.engine import startup
 from mlx_parallm.engine.budget import Chunk, CostModel
 from mlx_parallm.engine.startup import calibrate, calibrate_steps, choose_attention, prove
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
-from mlx_parallm.errors import EngineDeadError
+from mlx_parallm.errors import ConfigError, EngineDeadError
 from mlx_parallm.kv.row import KVRow
 from mlx_parallm.model import families
 from mlx_parallm.model.cache_plan import prepare
@@ -105,28 +107,92 @@ def test_a_pool_without_memory_for_all_rows_is_measured_nevertheless() -> None:
     assert not list(runner.cache.rows)
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-def test_the_choice_of_attention_does_not_change_the_logits(cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlx_parallm.engine.startup.on_cpu", lambda: cpu)
-    runner = make_harness().runner
-    choose_attention(runner)
-    assert runner.dense_rows in ((1,) if cpu else (0, 1, 4, 8))
+def test_the_choice_of_attention_does_not_change_the_logits() -> None:
+    harness = make_harness()
+    runner = harness.runner
+    choose_attention(runner, Attention.AUTO, prover_of(harness))
+    assert runner.attention == AttentionChoice(1)
     spans = [Span(opened(runner.cache.open(70 + row)), 60 + row, 1) for row in range(4)]
     logits = []
     for dense_rows in (0, 4, math.inf):
-        runner.dense_rows = dense_rows
+        runner.attention = AttentionChoice(dense_rows)
         logits.append(runner.compute(spans, [5, 6, 7, 8]))
     assert mx.allclose(logits[0], logits[1], atol=1e-5)
     assert mx.allclose(logits[0], logits[2], atol=1e-5)
 
 
-def test_a_gpu_uses_the_attention_that_was_measured_as_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = AttentionTimes({1: 1.0, 4: 1.0, 8: 9.0}, {1: 2.0, 4: 2.0, 8: 2.0})
-    monkeypatch.setattr("mlx_parallm.engine.startup.on_cpu", lambda: False)
-    monkeypatch.setattr("mlx_parallm.engine.startup.measure_attention", lambda *_: times)
-    runner = make_harness().runner
-    choose_attention(runner)
-    assert runner.dense_rows == 4
+def test_a_cpu_has_no_kernel() -> None:
+    harness = make_harness()
+    with pytest.raises(ConfigError, match="--attention kernel cannot be used: MLX computes on the CPU; leave it out"):
+        choose_attention(harness.runner, Attention.KERNEL, prover_of(harness))
+
+
+AGREES, DIFFERS = 1e-5, 1e-1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "proved", "milliseconds", "difference", "chosen"),
+    [
+        (Attention.AUTO, True, 1.0, AGREES, True),
+        (Attention.AUTO, False, 1.0, AGREES, False),
+        (Attention.AUTO, True, 3.0, AGREES, False),
+        (Attention.AUTO, True, 1.0, DIFFERS, False),
+        (Attention.AUTO, True, None, AGREES, False),
+        (Attention.PLAIN, True, 1.0, AGREES, False),
+        (Attention.KERNEL, False, 3.0, AGREES, True),
+        (Attention.KERNEL, True, 1.0, DIFFERS, None),
+        (Attention.KERNEL, True, None, AGREES, None),
+    ],
+)
+def test_a_gpu_uses_the_kernel_where_it_is_proved(
+    wanted: Attention,
+    proved: bool,
+    milliseconds: float | None,
+    difference: float,
+    chosen: bool | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`milliseconds`: of the kernel, where attention by blocks takes 2; None: it cannot be compiled. `chosen`: None if
+    the server does not start."""
+
+    def measured(spec: object, dtype: object, kernel: bool) -> AttentionTimes:
+        if kernel and milliseconds is None:
+            raise RuntimeError("the compiler refuses it")
+        batches = [(1, 500), (4, 500), (16, 500), (16, 4000)]
+        columns = (dict.fromkeys(batches, each) for each in (9.0, 2.0))
+        kernels = dict.fromkeys(batches, milliseconds) if kernel and milliseconds is not None else {}
+        return AttentionTimes(*columns, kernels, difference, 1e-3)
+
+    for name, value in {"on_cpu": False, "obstacle": None, "is_proved": proved}.items():
+        monkeypatch.setattr(startup, name, lambda *_, value=value: value)
+    monkeypatch.setattr(startup, "measure_attention", measured)
+    monkeypatch.setattr(startup.Prover, "batch", lambda _: Finding("batch", 0.0))
+    harness = make_harness()
+    if chosen is None:
+        with pytest.raises(ConfigError, match="does not compute what attention without it does"):
+            choose_attention(harness.runner, wanted, prover_of(harness))
+    else:
+        choose_attention(harness.runner, wanted, prover_of(harness))
+        assert harness.runner.attention == AttentionChoice(0, chosen)
+
+
+def test_a_kernel_that_fails_with_the_model_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = dict.fromkeys([(1, 500), (16, 500), (16, 4000)], 2.0)
+    times = AttentionTimes(batches, batches, dict.fromkeys(batches, 1.0))
+    for name, value in {"on_cpu": False, "obstacle": None, "is_proved": True, "measure_attention": times}.items():
+        monkeypatch.setattr(startup, name, lambda *_, value=value: value)
+    monkeypatch.setattr(startup.Prover, "batch", lambda _: Finding("batch", 0.3, "results differ by 0.3"))
+    harness = make_harness()
+    choose_attention(harness.runner, Attention.AUTO, prover_of(harness))
+    assert not harness.runner.attention.kernel
+    assert "attention does not use its kernel: results differ by 0.3" in caplog.text
+
+
+def prover_of(harness: Harness) -> startup.Prover:
+    model = tiny_model("llama")
+    return startup.Prover(model, harness.runner._bank, prepare(model), harness.runner)
 
 
 def opened(row: KVRow | None) -> KVRow:

@@ -30,12 +30,14 @@ class StepCounts:
     nodes: primitives of the graph, of which a fused kernel or fusion is one
     waits: calls that wait for the device
     copies: launches while the step before is in flight, which make each write in place a copy of the whole array
+    traffic: bytes read and written beside weights, adapters, and stored keys and values
     """
 
     kernels: int
     nodes: int
     waits: int
     copies: int
+    traffic: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ def batches(quick: bool = False) -> Iterator[Batch]:
     for context in CONTEXTS[: 1 if quick else None]:
         for rows in (1, 16) if quick else ROWS:
             yield Batch(rows, context)
+            if rows > 1:
+                yield Batch(rows, context, kernel=True)
+            if rows == 16:
+                yield Batch(rows, context, adapters=8, kernel=True)
             if context > CONTEXTS[0] and rows != 16:
                 continue
             yield Batch(rows, context, sampled=True)
@@ -104,7 +110,7 @@ def _counts(side: Ours | MlxLm, recorder: Recorder) -> StepCounts:
     waits, copies = recorder.waits, recorder.ahead
     built = nodes(prepare, recorder)
     side.close()
-    return StepCounts(counts.launches, built, waits, copies)
+    return StepCounts(counts.launches, built, waits, copies, counts.activations + counts.sampling)
 
 
 def _times(sides: list[Ours | MlxLm], repeats: int) -> HostTimes:

@@ -38,18 +38,20 @@ _MOST_STEPS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What decodes: rows of one context length, with so many different adapters in turn, greedily or with top-p."""
+    """What decodes: rows of one context length, with so many different adapters in turn, greedily or with top-p.
+    `kernel`: several rows attend in the kernel of `paged_attention`, which mlx-lm has not."""
 
     rows: int
     context: int
     adapters: int = 0
     sampled: bool = False
+    kernel: bool = False
 
     @property
     def text(self) -> str:
         rows = f"{self.rows} {'row' if self.rows == 1 else 'rows'} at {self.context:,}"
         adapters = {0: "", 1: ", one adapter"}.get(self.adapters, f", {self.adapters} adapters")
-        return rows + adapters + (", top-p 0.9" if self.sampled else "")
+        return rows + adapters + (", top-p 0.9" if self.sampled else "") + (", kernel" if self.kernel else "")
 
     def prompts(self) -> list[list[int]]:
         """Different from the first token on, so that no two share a prefix."""
@@ -70,7 +72,7 @@ class Ours:
     def __init__(self, models: Models, batch: Batch, recorder: Recorder) -> None:
         self._recorder, self._rows = recorder, batch.rows
         self._shaped = shaped = models.ours
-        self._runner = runner_of(shaped)
+        self._runner = runner_of(shaped, batch.kernel)
         self._versions: dict[str, AdapterWeights] = {}
         registry, pool = AdapterRegistry(), _Inline()
         self._store = AdapterStore(
@@ -88,7 +90,8 @@ class Ours:
         for _ in _limited():
             self.step()
             live = self._loop.scheduler.live
-            if len(live) == batch.rows and all(len(row.tokens) > row.prompt_length + 1 for row in live):
+            decode = len(live) == batch.rows and all(len(row.tokens) > row.prompt_length + 1 for row in live)
+            if decode and all(store.arena.blocks == store.arena.goal for store in self._runner.cache.stores):
                 break
 
     def step(self) -> None:

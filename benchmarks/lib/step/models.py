@@ -18,6 +18,7 @@ from mlx_lm.models import llama, qwen3, qwen3_5
 from benchmarks.lib.step.graph import Kind, placeholder
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.app import device
+from mlx_parallm.batch.attention import AttentionChoice
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Config, ServerConfig
 from mlx_parallm.core.engine import ModelCard
@@ -30,7 +31,7 @@ RANK = 16
 SLOTS = 8
 _KV_BYTES = 1 << 40
 _DENSE_ROWS = 1
-"""What a GPU is assumed to measure: dense attention is faster for one row, and attention by blocks for several."""
+"""What a GPU is assumed to measure: dense attention is faster for one row, and other attention for several."""
 _FAMILIES: dict[str, Any] = {"llama": llama, "qwen3": qwen3, "qwen3_5": qwen3_5}
 _HEADS = ("lm_head.", "embed_tokens.")
 
@@ -148,11 +149,11 @@ def plain(architecture: Architecture) -> nn.Module:
     return model
 
 
-def runner_of(shaped: ShapedModel) -> BatchRunner:
-    """A new runner. Its KV pool has room for the rows of any case."""
+def runner_of(shaped: ShapedModel, kernel: bool = False) -> BatchRunner:
+    """A new runner. Its KV pool has room for the rows of any case. `kernel`: several rows attend in its kernel."""
     with patch.object(device, "prove_once"):  # there are no weights
         runner = device.build_runner(shaped, shaped.bank, Config(server=ServerConfig(kv_cache_memory=_KV_BYTES)))
-    runner.dense_rows = _DENSE_ROWS
+    runner.attention = AttentionChoice(_DENSE_ROWS, kernel)
     return runner
 
 

@@ -17,11 +17,13 @@ import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
 import mlx.core as mx  # isort: skip
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import gated_delta
 
 from benchmarks.lib.step.graph import VIEWS, Kind, exported, placeholder, primitives
 from benchmarks.lib.step.metal import costs
+from mlx_parallm.batch import paged_attention
 from mlx_parallm.model.device import prepare_device
 
 _eval = mx.eval
@@ -127,6 +129,22 @@ class Recorder:
         masks = mask if isinstance(mask, mx.array) else None
         return self._one("ScaledDotProductAttention", (q, k, v, masks, sinks), (*q.shape[:-1], v.shape[-1]), q.dtype)
 
+    def paged_attention(self, name: str, _inputs: Sequence[str], _outputs: Sequence[str]) -> Callable[..., Any]:
+        """Stands for the kernels of `paged_attention`. They read of keys and values the blocks of their parts."""
+
+        def call(*, inputs: Sequence[mx.array], output_shapes: Any, output_dtypes: Any, **_: Any) -> list[mx.array]:
+            read = list(inputs)
+            if name == "attend":
+                blocks = int(np.array(inputs[4])[4::6].sum())
+                read[1:3] = (array[:, :blocks] for array in inputs[1:3])
+            outputs = [
+                placeholder(shape, dtype, Kind.OTHER) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+            ]
+            self.fused.append(Fused(f"Paged {name}", tuple(read), tuple(outputs)))
+            return outputs
+
+        return call
+
     def dequantize(
         self,
         w: mx.array,
@@ -199,6 +217,12 @@ class Unrecorded(Recorder):
     def want(self, *trees: Any) -> list[mx.array]:
         return [array for _, array in tree_flatten(trees) if isinstance(array, mx.array)]
 
+    def paged_attention(self, *_: Any) -> Callable[..., Any]:
+        return lambda *, inputs, output_shapes, output_dtypes, **_: [
+            mx.stop_gradient(inputs[0]) if inputs[0].shape == tuple(shape) else placeholder(shape, dtype, Kind.OTHER)
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
+
     def gated_delta(self, *arrays: Any) -> tuple[mx.array, mx.array]:
         return mx.stop_gradient(arrays[2]), mx.stop_gradient(arrays[5])
 
@@ -235,6 +259,7 @@ def gpu_graphs(recorder: Recorder | None = None) -> Iterator[Recorder]:
         patches.enter_context(patch.multiple(mx, **in_core))
         patches.enter_context(patch.multiple(mx.fast, **in_fast))
         patches.enter_context(patch.object(mx.metal, "is_available", lambda: True))
+        patches.enter_context(patch.object(paged_attention, "kernel", recorder.paged_attention))
         patches.enter_context(patch.object(gated_delta, "gated_delta_kernel", recorder.gated_delta))
         yield recorder
 

@@ -77,7 +77,7 @@ class Follower:
                 self._training.compute(number)
 
     def _run(self, operation: ForwardPass) -> None:
-        self._runner.dense_rows = operation.dense_rows
+        self._runner.attention = operation.attention
         spans = [Span(_row(tokens), tokens.start, tokens.tokens) for tokens in operation.rows]
         outputs = self._runner.run_trunk(mx.array(operation.ids, mx.uint32), spans)
         mx.eval(outputs, self._runner.cache.arrays())

@@ -124,7 +124,7 @@ class LeadingRunner(BatchRunner):
         """
         rows = [_row_tokens(span) for span in spans]
         ids: list[int] = inputs.tolist()  # type: ignore[assignment]
-        self._followers.repeat(ForwardPass(ids, rows, self.dense_rows))
+        self._followers.repeat(ForwardPass(ids, rows, self.attention))
         with self._followers.together("a forward pass"):
             outputs = super().run_trunk(inputs, spans)
             mx.eval(outputs, self.cache.arrays())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mlx_parallm.batch.attention import AttentionChoice
 from mlx_parallm.train.branches import Branch
 
 
@@ -28,11 +29,11 @@ class RowTokens:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """One call of the model. `ids`: the input tokens of all rows, in order. `dense_rows`: see `Forward`."""
+    """One call of the model. `ids`: the input tokens of all rows, in order. `attention`: of rank 0."""
 
     ids: list[int]
     rows: list[RowTokens]
-    dense_rows: float
+    attention: AttentionChoice
     kind: Literal["forward pass"] = "forward pass"
 
 
