@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from clients.running import HERE, PYTHON, UV, printed
 from main_job.serving import Server, start, stop
+from server.keys import key_file
 
 ROOT = HERE.parents[1]
 SOURCES = ROOT / "dashboard"
@@ -39,12 +40,21 @@ def install_packages() -> None:
 
 
 def browse(scenario: str, url: str, pictures: Path, **arguments: str | float) -> dict[str, Any]:
-    """What a scenario of `browser/` saw."""
+    """What a scenario of `browser/` saw, in which nothing may be wrong."""
     install_packages()
     command = (*UV, "run", *PYTHON, "--script", str(HERE / "browser" / "run.py"), scenario)
     said = printed(*command, json.dumps({"url": url, "pictures": str(pictures), **arguments}))
     seen: dict[str, Any] = json.loads(said.splitlines()[-1])
+    assert [*wrong_in(seen)] == []
     return seen
+
+
+def wrong_in(seen: object) -> Iterator[object]:
+    """What must not be there: accessibility faults, errors of the console, and a page that is wider than its window."""
+    if isinstance(seen, dict):
+        for name, value in seen.items():
+            found = value if name in ("faults", "compared_faults", "errors", "sideways") else [*wrong_in(value)]
+            yield from [(name, found)] if found else []
 
 
 @contextmanager
@@ -67,6 +77,18 @@ def traffic(server: Server) -> Iterator[None]:
         over.set()
         for client in clients:
             client.join()
+
+
+@contextmanager
+def keyed_server(folder: Path) -> Iterator[tuple[Server, dict[str, str], dict[str, dict[str, str]]]]:
+    """A server that trains, with a key of each role and another of the role train; their secrets, and their headers."""
+    file, sent = key_file(folder, reader="inference", teacher="train", other="train", boss="admin")
+    secrets = {name: headers["authorization"].removeprefix("Bearer ") for name, headers in sent.items()}
+    server = start("--keys-file", str(file), "--enable-rl-training", "--checkpoint-dir", str(folder / "run"))
+    try:
+        yield server, secrets, sent
+    finally:
+        stop(server)
 
 
 @contextmanager

@@ -74,14 +74,6 @@ def test_a_runner_of_tools_has_its_history(server: Server, node: None) -> None:
         validate(call, WEATHER)
 
 
-def test_errors_are_the_clients_own(server: Server) -> None:
-    told = told_by(server, "unknown_model", "image")
-    unknown = told["unknown_model"]
-    assert (unknown["type"], unknown["error"]["type"], bool(unknown["id"])) == ("error", "not_found_error", True)
-    assert "No model or adapter is called 'nobody'" in unknown["error"]["message"]
-    assert told["image"].startswith("messages[0].content[1]: this model reads only text")
-
-
 @pytest.fixture
 def thinking_server(tmp_path: Path) -> Iterator[Server]:
     """A tiny random model that marks its reasoning."""

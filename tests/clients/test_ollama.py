@@ -59,13 +59,6 @@ def test_vectors_have_length_one(server: Server) -> None:
     assert vectors[0] != vectors[1]
 
 
-def test_errors_are_the_clients_own(server: Server) -> None:
-    told = told_by(server, "unknown_model", "image")
-    assert told["unknown_model"][0] == 404
-    assert "'nobody'" in told["unknown_model"][1]
-    assert told["image"] == [400, "messages[0].images: not supported by this server; leave it out"]
-
-
 def test_the_javascript_client(server: Server, node: None) -> None:
     """A vector of the older route is the newer one's, but for its length."""
     asked = {"messages": [{"role": "user", "content": ASKED["question"]}], "max_tokens": ASKED["max_tokens"]}

@@ -82,14 +82,6 @@ def test_a_whole_chat_has_its_usage(ui: WebUI, said: dict[str, Any], kind: str) 
     ]
 
 
-def test_ollamas_own_lines_pass_through(ui: WebUI, said: dict[str, Any]) -> None:
-    options = {"temperature": 0, "num_predict": ASKED["max_tokens"]}
-    lines = ui.lines("/ollama/api/chat", model=SERVED, messages=QUESTION, options=options)
-    parts = [json.loads(line) for line in lines]
-    assert "".join(part["message"]["content"] for part in parts) == said["text"]
-    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
-
-
 @each_kind
 def test_its_page_saves_a_chat_with_a_title(ui: WebUI, keyed: Server, said: dict[str, Any], kind: str) -> None:
     """The page's own request: the answer is saved, and the model is asked for a title, tags and further questions."""
@@ -122,13 +114,6 @@ def requests(server: Server) -> int:
 
 
 @each_kind
-def test_a_title_is_generated(ui: WebUI, kind: str) -> None:
-    messages = [*QUESTION, {"role": "assistant", "content": "Paris."}]
-    answer = ui.post("/api/v1/tasks/title/completions", model=MODELS[kind], messages=messages)
-    assert answer["choices"][0]["message"]["content"]
-
-
-@each_kind
 def test_files_are_found_by_the_servers_vectors(ui: WebUI, keyed: Server, kind: str) -> None:
     place = {"url": f"{keyed.url}/v1" if kind == "openai" else keyed.url, "key": KEY}
     settings = {"RAG_EMBEDDING_ENGINE": kind, "RAG_EMBEDDING_MODEL": SERVED, f"{kind}_config": place}
@@ -137,8 +122,3 @@ def test_files_are_found_by_the_servers_vectors(ui: WebUI, keyed: Server, kind: 
     for text in FACTS.values():
         found = ui.post("/api/v1/retrieval/query/collection", collection_names=files, query=text, k=1)
         assert text.strip() in found["documents"][0][0]
-
-
-def test_a_model_that_is_not_there_is_an_error_of_its_page(ui: WebUI) -> None:
-    answer = ui.http.post("/api/chat/completions", json={"model": "nobody", "messages": QUESTION})
-    assert (answer.status_code, answer.json()) == (400, {"detail": "Model not found"})

@@ -115,13 +115,6 @@ def test_a_thousand_futures(tiny: Server, requirement: str, report: Report) -> N
 
 
 @pytest.mark.parametrize("requirement", SDKS)
-def test_a_mistake_is_told(tiny: Server, requirement: str) -> None:
-    found = asked(requirement, tiny, "tiny", "refused")["refused"]
-    assert "cross_entropy, importance_sampling, ppo, cispo" in found["message"]
-    assert found["after"] > 0
-
-
-@pytest.mark.parametrize("requirement", SDKS)
 def test_a_killed_client_leaves_nothing_behind(tiny: Server, requirement: str) -> None:
     command = [*sdk(requirement), str(SCRIPTS / "with_tinker.py"), tiny.url, "tiny", "killed"]
     done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, timeout=300)

@@ -87,13 +87,3 @@ def test_a_tool_of_the_environment_runs_and_its_result_is_shown() -> None:
     assert said[2]["content"] == str(len(name) * 111)
     assert said[4]["content"] == "error: there is no tool open"
     assert result["reward"] == 1.0
-
-
-def test_an_episode_that_cannot_be_answered_fails_with_the_reason() -> None:
-    result = played("two_things", "Apple")
-    assert result["error"] == "ValueError: the prompt is too long"
-
-
-def test_an_unknown_environment_is_named() -> None:
-    with pytest.raises(AssertionError, match=r"'verifiers:no_such_thing' is unknown: there is no module"):
-        run("mlx_parallm_train", "--environment", "verifiers:no_such_thing", "--steps", "1")

@@ -29,16 +29,46 @@ COMPARISON = ComparisonCard(
 )
 
 
-class FakeAdapters:
+class Working:
+    """`error`: what the next awaited call raises. `hold`: awaited calls wait for `go_on`, having set `held`."""
+
+    def __init__(self):
+        self.error = None
+        self.hold = False
+        self.held = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def work(self):
+        self.held.set()
+        if self.hold:
+            await self.go_on.wait()
+        if self.error:
+            raise self.error
+
+
+class Asked:
+    """`asked`: what it was asked. `error`: what it raises then."""
+
+    def __init__(self):
+        self.asked = []
+        self.error = None
+
+    def note(self, asked):
+        self.asked.append(asked)
+        if self.error:
+            raise self.error
+
+
+class FakeAdapters(Working):
     """Versions without weights: every `load` and `publish` is a new one, which its name then means.
 
-    `error`: what the next awaited call raises. `hold`: awaited calls wait for `resume`, having set `held`.
-    `asked`: every selector that a lease or a lookup was asked for; `keys`: the keys of the leases.
-    `folders`: every path of `load_folder`; `rewritten`: their files were written since they were loaded. `bases`: the
-    base models of all loads and unloads. `default`: the result of `default_name`. `leased`: how many leases are held.
+    `asked`: every selector that a lease or a lookup was asked for; `keys`: the keys of the leases. `folders`: every
+    path of `load_folder`. `bases`: the base models of all loads and unloads. `default`: the result of `default_name`.
+    `leased`: how many leases are held.
     """
 
     def __init__(self):
+        super().__init__()
         self.known = {}
         self.shares = {"base": 1.0}
         self.before = []
@@ -46,14 +76,9 @@ class FakeAdapters:
         self.asked = []
         self.keys = []
         self.folders = []
-        self.rewritten = False
         self.bases = []
         self.default = None
         self.leased = 0
-        self.error = None
-        self.hold = False
-        self.held = asyncio.Event()
-        self.resume = asyncio.Event()
         self.state = AdapterStats(slots=4)
 
     def publish(self, name):
@@ -77,7 +102,7 @@ class FakeAdapters:
         return tuple(self.known[ref] for ref in sorted(self.known, key=str))
 
     async def load(self, name, path, replace, base=None):
-        await self._work()
+        await self.work()
         self.bases.append(base)
         if not replace and any(ref.name == name for ref in self.known):
             raise InvalidRequestError(f"the name {name!r} is taken; send load_inplace: true to replace it")
@@ -87,7 +112,7 @@ class FakeAdapters:
         return path
 
     async def delete(self, name, dry_run):
-        await self._work()
+        await self.work()
         gone = [ref for ref in self.known if ref.name == name]
         if not gone:
             raise UnknownModelError(f"no adapter {name!r}")
@@ -96,11 +121,10 @@ class FakeAdapters:
         return (KeptPart("versions that are loaded", "", len(gone)), KeptPart("files", f"/run/{name}", 3, 64))
 
     async def load_folder(self, path):
-        await self._work()
-        is_new = path not in self.folders or self.rewritten
-        self.folders.append(path)
-        if is_new:
+        await self.work()
+        if path not in self.folders:
             self.publish("in-folder")
+        self.folders.append(path)
         return "in-folder"
 
     async def loaded_folder(self, path):
@@ -111,11 +135,11 @@ class FakeAdapters:
         return self.default is not None
 
     async def default_name(self):
-        await self._work()
+        await self.work()
         return self.default
 
     async def unload(self, selector, base=None):
-        await self._work()
+        await self.work()
         self.bases.append(base)
         gone = tuple(ref for ref in self.known if selector in (ref.name, str(ref)))
         if not gone:
@@ -130,7 +154,7 @@ class FakeAdapters:
         return dict(self.shares)
 
     async def set_route(self, weights):
-        await self._work()
+        await self.work()
         for selector in weights:
             self._ref(selector)
         self.before.append(self.shares)
@@ -138,7 +162,7 @@ class FakeAdapters:
         return self.route()
 
     async def rollback(self, name):
-        await self._work()
+        await self.work()
         if name is None:
             if not self.before:
                 raise ConflictError("the route was never changed")
@@ -154,7 +178,7 @@ class FakeAdapters:
         return tuple(self.saved)
 
     async def save_checkpoint(self, selector, step, tags, metrics):
-        await self._work()
+        await self.work()
         step = len(self.saved) + 1 if step is None else step
         if any(card.step == step for card in self.saved):
             raise ConflictError(f"there is a checkpoint-{step} with other content")
@@ -187,20 +211,12 @@ class FakeAdapters:
             if ref.name == live.name:
                 self.known[ref] = replace(card, live=ref == live)
 
-    async def _work(self):
-        self.held.set()
-        if self.hold:
-            await self.resume.wait()
-        if self.error:
-            raise self.error
 
-
-class FakeCompetition:
-    """Compares `policy`; `asked`: each start and stop. `error`: what the next of them raises."""
+class FakeCompetition(Asked):
+    """Compares `policy`; `asked`: each start and stop."""
 
     def __init__(self):
-        self.asked = []
-        self.error = None
+        super().__init__()
         self.known = {}
         self.verdicts = {}
 
@@ -220,49 +236,32 @@ class FakeCompetition:
         return self.verdicts
 
     def _change(self, adapter, spec, card):
-        self.asked.append((adapter, spec))
-        if self.error:
-            raise self.error
+        self.note((adapter, spec))
         self.known["policy"] = card
         return card
 
 
-class FakeAverages:
-    """Holds every average back. `asked`: the specs; `error`: what is raised instead."""
-
-    def __init__(self):
-        self.asked = []
-        self.error = None
+class FakeAverages(Asked):
+    """Holds every average back. `asked`: the specs."""
 
     async def average(self, spec):
-        self.asked.append(spec)
-        if self.error:
-            raise self.error
+        self.note(spec)
         members = [AdapterRef(name, 1) for name in spec.adapters]
         return AverageCard("held", "too low", None, members, 8, 16, 0.25, "model.layers.0.mlp.up_proj", 0.5, None, None)
 
 
-class FakeRewardModels:
-    """Trains every reward model at once, and gives a row its length. `asked`: the specs, and the names with their rows;
-    `error`: what is raised instead."""
-
-    def __init__(self):
-        self.asked = []
-        self.error = None
+class FakeRewardModels(Asked):
+    """Trains every reward model at once, and gives a row its length. `asked`: the specs, and names with their rows."""
 
     async def train(self, spec):
-        self.asked.append(spec)
-        if self.error:
-            raise self.error
+        self.note(spec)
         return RewardModelCard(spec.name, f"reward_model:{spec.name}", 90, 12, 0.25, 0.875, 10, 0.9, 0.6, 0.98)
 
     def unknown(self, name):
         return no_reward_model(name)
 
     async def score(self, name, rows):
-        self.asked.append((name, rows))
-        if self.error:
-            raise self.error
+        self.note((name, rows))
         return [float(len(row)) for row in rows]
 
 
@@ -270,27 +269,22 @@ HELLO = ({"role": "user", "content": "Hello"},)
 LESSON = LessonSpec((HELLO,), LessonRule(RuleKind.WORD, "yes"), None, 8, None, 4, 1.0, 1e-3)
 
 
-class FakeLessons:
-    """Begins every lesson at once; LESSON is stopped if none was begun. `asked`: the specs; `error`: what is raised
-    instead; `last`: the card."""
+class FakeLessons(Asked):
+    """Begins every lesson at once; LESSON is stopped if none was begun. `asked`: the specs. `last`: the card."""
 
     def __init__(self):
-        self.asked = []
-        self.error = None
+        super().__init__()
         self.last = None
-        self.said = ""
 
     def obstacle(self):
-        return self.said
+        return ""
 
     def card(self, reader):
         return self.last if self.last is not None and reader.sees(self.last.adapter) else None
 
     async def start(self, spec, reader):
         reader.named(spec.adapter, "policy")
-        self.asked.append(spec)
-        if self.error:
-            raise self.error
+        self.note(spec)
         self.last = self._begun(spec)
         return self.last
 
@@ -310,21 +304,21 @@ class FakeLessons:
         return self.last
 
 
-class FakeTraining:
+class FakeTraining(Working):
     """Trains the adapters of `state`, `policy` by default; has the scorer `exact`, which reads `metadata.answer`.
 
     `checked`: (collection, adapter) of each check; `checks_go_on` set: they end. `collected`: requests whose events
     `collect` was given. `calls`: what else was asked. `given`: groups that wait; `given_earlier`: ids of those of an
     earlier process. `found`: trajectories that edits may name; `edits`: what came of them. `saves`: names that `trains`
-    says yes to. `error`, `hold`, `held`, `resume_work`: as the adapters'. `told`: the events, the last one None;
+    says yes to. `told`: the events, the last one None;
     `listening`: listeners now. `buffer`: has the groups that can be read. `extras`: what requests ask for by name.
     """
 
     def __init__(self, **extras):
+        super().__init__()
         self.extras = extras
         self.state = {"policy": TrainingStatus(state="running", adapter="policy", trained=("policy",))}
         self.report = UpdateReport(AdapterRef("policy", 2), 1, "published")
-        self.known = {"traj-0"}
         self.found = {"traj-0": FoundTrajectory("policy", (1, 2), (3, 257), "c")}
         self.edits = []
         self.past = ()
@@ -336,10 +330,6 @@ class FakeTraining:
         self.calls = []
         self.given = []
         self.given_earlier = []
-        self.error = None
-        self.hold = False
-        self.held = asyncio.Event()
-        self.resume_work = asyncio.Event()
         self.told = asyncio.Queue()
         self.saves = ()
         self.listening = 0
@@ -367,11 +357,7 @@ class FakeTraining:
         return events
 
     async def give(self, group):
-        self.held.set()
-        if self.hold:
-            await self.resume_work.wait()
-        if self.error:
-            raise self.error
+        await self.work()
         self.given.append(group)
 
     def sizes(self):
@@ -386,7 +372,7 @@ class FakeTraining:
     async def feedback(self, trajectory_id, score, user, reader):
         if self.error:
             raise self.error
-        if trajectory_id not in self.known:
+        if trajectory_id not in self.found:
             raise UnknownTrajectoryError(f"no trajectory {trajectory_id!r}", param="trajectory_id")
         self.calls.append(("feedback", trajectory_id, score, user))
         return FeedbackCard(score / 2, 2)
@@ -491,10 +477,6 @@ class FakeTraining:
 
     async def _work(self, reader, name, adapter, *arguments):
         status = self.status(adapter, reader=reader)
-        self.held.set()
-        if self.hold:
-            await self.resume_work.wait()
-        if self.error:
-            raise self.error
+        await self.work()
         self.calls.append((name, adapter, *arguments))
         return status

@@ -121,7 +121,6 @@ class FakeEngine:
         self.silent_end = False  # the last token adds no text, as EOS does not
         self.pause_before = None
         self.fail_before = None
-        self.keeps_queued = False  # requests stay in the queue until their first event
         self.error = None
         self.cached_tokens = 0
         self.warning = ""
@@ -189,8 +188,7 @@ class FakeEngine:
         self.live.add(request.request_id)
         finished = False
         try:
-            if not self.keeps_queued:
-                yield RequestStarted(time.monotonic() - 0.1, time.monotonic())
+            yield RequestStarted(time.monotonic() - 0.1, time.monotonic())
             for step, event in enumerate(self._events(request)):
                 if step == self.pause_before:
                     self.paused.set()

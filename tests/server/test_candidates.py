@@ -8,8 +8,6 @@ import pytest
 from server.asking import fault
 from server.fakes import CARD
 
-from mlx_parallm.config import ServerConfig
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 BODIES = {
@@ -49,12 +47,6 @@ async def test_more_where_the_operator_allows_them(make_client, engine, name):
     number = request.prompt_logprobs if name == "prompt" else request.sampling.top_logprobs
     assert number == CARD.vocab_size, "there are no more"
     assert json.dumps(response.json()).count("-") > 20, "the answer has them"
-
-
-@pytest.mark.parametrize("limit", [-1, 1025])
-def test_the_operators_limit_is_a_number_that_json_can_carry(limit):
-    with pytest.raises(ValueError, match="max_logprobs"):
-        ServerConfig(max_logprobs=limit)
 
 
 @pytest.mark.parametrize(

@@ -111,18 +111,6 @@ async def test_a_client_that_reads_nothing_is_disconnected_and_its_rows_are_free
             assert await metric(client, "mlx_parallm_client_disconnects_total") == stream
 
 
-async def test_half_sent_requests_make_room_for_whole_ones(serving):
-    """All connections that there may be are taken by requests whose headers never end."""
-    async with serving(max_connections=8, header_timeout=60) as server:
-        held = [await opened(server, BEGUN) for _ in range(8)]
-        await eventually(lambda: len(server.uvicorn.server_state.connections) == 8)
-        for _ in range(3):
-            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-                assert (await client.get("/health")).status_code == 200
-        for _, writer in held:
-            writer.close()
-
-
 async def test_beyond_the_connections_that_are_busy_a_new_one_gets_503(serving, engine):
     engine.pause_before = 0
     async with serving(max_connections=2) as server:
@@ -139,39 +127,6 @@ async def test_beyond_the_connections_that_are_busy_a_new_one_gets_503(serving, 
             writer.close()
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.get("/health")).status_code == 200
-
-
-@pytest.fixture
-def open_files():
-    """`open_files(soft, hard)` sets the limits of open files; the soft one is put back."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def limit(soft):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-async def test_the_limit_of_open_files_is_raised_at_start(serving, open_files):
-    open_files(256)
-    async with serving(max_connections=300) as server:
-        held = [await opened(server, BEGUN) for _ in range(200)]
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300 + OTHER_FILES
-        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
-            assert (await client.get("/health")).status_code == 200
-        for _, writer in held:
-            writer.close()
-
-
-async def test_a_body_that_ends_in_two_ways_is_refused_and_hides_no_request(serving, engine):
-    hidden = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n"
-    both = b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
-    async with serving() as server:
-        status, head, error = await refused(server, HEAD + both + hidden)
-    assert (status, error["code"]) == (400, "ambiguous_body_length")
-    assert b"connection: close" in head
-    assert not engine.requests
 
 
 @pytest.mark.parametrize("path", ["/login", "/v1/completions", "/tokenize"])

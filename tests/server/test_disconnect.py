@@ -65,7 +65,7 @@ async def test_leaving_does_not_stop_a_change_of_adapters(serving, adapters, cap
         writer.close()
         await eventually(lambda: not server.uvicorn.server_state.connections)
         assert lifecycle.working
-        adapters.resume.set()
+        adapters.go_on.set()
         await eventually(lambda: not lifecycle.working)
         assert done(adapters)
     assert not caplog.records

@@ -1,8 +1,7 @@
 """`/generate` in the three forms of vLLM, SGLang and TRL."""
 
 import pytest
-from server.asking import answered, fault
-from server.fakes import EOS
+from server.asking import answered, refusal
 
 from mlx_parallm.core.requests import TokenLogprob
 
@@ -24,23 +23,6 @@ async def generate(client, body, path="/generate", headers=None):
 # ---- vLLM --------------------------------------------------------------------------------------------
 
 
-async def test_vllm(client, engine):
-    """As atroposlib's `VLLMServer` asks and reads."""
-    body = {**VLLM, "n": 2, "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "stop": ["x"]}
-    assert await generate(client, body) == {
-        "text": ["Hi", "Hi"],
-        "prompt": "ab",
-        "finish_reasons": ["stop", "stop"],
-        "token_ids": [[H, I], [H, I]],
-        "prompt_token_ids": [97, 98],
-        "logprobs": [[[{str(H): -0.5}], [{str(I): -0.5}]]] * 2,
-    }
-    (request,) = engine.requests
-    assert (request.prompts, request.n, request.stopping.max_tokens) == (((97, 98),), 2, 5)
-    assert (request.sampling.temperature, request.sampling.top_p, request.stopping.stop) == (0.5, 0.9, ("x",))
-    assert not request.sampling.processed_logprobs
-
-
 async def test_the_drawn_token_comes_first_whatever_the_most_likely_ones_are(client, engine, monkeypatch):
     scored = TokenLogprob(H, -3.0, ((1, -0.1), (2, -0.2)))
     monkeypatch.setattr("server.fakes.logprob_of", lambda *_, **__: scored)
@@ -48,59 +30,10 @@ async def test_the_drawn_token_comes_first_whatever_the_most_likely_ones_are(cli
     assert list(first) == [str(H), "1", "2"]
 
 
-async def test_vllm_scores_prompts(client, engine):
-    """As atroposlib's `get_logprobs` asks and reads."""
-    body = {"prompt": {"prompt_token_ids": [97, 98]}, "prompt_logprobs": 2, "n": 1, "temperature": 0.0, "top_p": 1.0}
-    got = await generate(client, {**body, "max_tokens": 1})
-    assert got["prompt_logprobs"] == [None, {"98": -0.5, "99": -1.5}]
-    assert "logprobs" not in got
-
-
 # ---- SGLang ------------------------------------------------------------------------------------------
 
 
-async def test_sglang(client, engine):
-    """As atroposlib's `SGLangServer` asks and reads."""
-    body = {**SGLANG, "sampling_params": {"n": 2, "max_new_tokens": 5, "temperature": 0.5, "stop": ["x"]}}
-    answers = await generate(client, body)
-    assert [answer["text"] for answer in answers] == ["Hi", "Hi"]
-    meta = answers[1]["meta_info"]
-    assert meta["output_token_logprobs"] == [[-0.5, H, None], [-0.5, I, None]]
-    assert meta["finish_reason"] == {"type": "stop", "matched": I}
-    assert (meta["prompt_tokens"], meta["completion_tokens"], answers[1]["output_ids"]) == (2, 2, [H, I])
-    (request,) = engine.requests
-    assert (request.n, request.stopping.max_tokens, request.sampling.temperature) == (2, 5, 0.5)
-    assert request.sampling.processed_logprobs, "SGLang's logprobs are those after temperature"
-
-
-async def test_one_answer_is_an_object(client, engine):
-    body = {**SGLANG, "rid": "mine", "sampling_params": {"max_new_tokens": 1}}
-    answer = await generate(client, {**body, "logprob_start_len": -1, "top_logprobs_num": 0})
-    assert answer["text"] == "H"
-    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 1}
-    assert "output_token_logprobs" not in (await generate(client, {"input_ids": [97]}))["meta_info"]
-    assert engine.requests[-1].stopping.max_tokens == 63, "128, but no more than fit"
-
-
-async def test_sglangs_names_of_sampling_fields(client, engine):
-    sampling = {"min_new_tokens": 1, "sampling_seed": 4, "stop_token_ids": [EOS]}
-    await generate(client, {**SGLANG, "sampling_params": sampling})
-    (request,) = engine.requests
-    assert (request.stopping.min_tokens, request.stopping.stop_token_ids, request.sampling.seed) == (1, (EOS,), 4)
-
-
 # ---- TRL ---------------------------------------------------------------------------------------------
-
-
-async def test_trl(client, engine):
-    """As atroposlib's `TrlVllmServer` asks and reads, with a slash at the end of the path."""
-    options = {"repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 9}
-    got = await generate(client, {"prompts": ["ab", "c"], "n": 2, **options}, path="/generate/")
-    assert got == {
-        "prompt_ids": [[97, 98], [99]],
-        "completion_ids": [[H, I]] * 4,
-        "logprobs": [[-0.5, -0.5]] * 4,
-    }
 
 
 # ---- all forms ---------------------------------------------------------------------------------------
@@ -144,7 +77,5 @@ async def test_every_form_is_collected_if_a_header_says_so(client, training, bod
     ids=str,
 )
 async def test_what_is_refused_is_named_as_the_form_names_it(client, engine, body, param):
-    response = await client.post("/generate", json=body)
-    assert response.status_code == 400, response.text
-    assert fault(response)["param"] == param
+    await refusal(client.post("/generate", json=body), 400, param=param)
     assert not engine.requests

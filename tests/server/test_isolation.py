@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-from unittest.mock import AsyncMock
 
 import httpx
 import pytest
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 from server.asking import refusal
 from server.keys import key_file
 
-from mlx_parallm.core.requests import TokenLogprob
-from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server import body as bodies
 from mlx_parallm.server import limits
@@ -111,36 +108,7 @@ async def test_slow_large_bodies_hold_up_nobody(make_client, tmp_path):
         await asyncio.wait(held)
 
 
-async def test_a_client_holds_half_of_the_bytes_that_others_leave_to_large_bodies(monkeypatch):
-    monkeypatch.setattr(asyncio, "sleep", AsyncMock())
-    arriving = ArrivingBodies(100)
-    with arriving.hold("a") as add, arriving.hold("a") as more, arriving.hold("b") as other:
-        await add(40)
-        with pytest.raises(OverloadedError):
-            await more(11)
-        await more(10)
-        with pytest.raises(OverloadedError):
-            await other(26)
-        await other(25)
-        with arriving.hold("c") as third:
-            await third(12)
-    with arriving.hold("a") as add:
-        await add(50)
-
-
 # ---- answers -----------------------------------------------------------------------------------
-
-
-def test_pieces_of_a_long_answer_are_short():
-    from server.fakes import ByteTokenizer
-
-    from mlx_parallm.server.api.logprobs import ScoredToken, chat_logprobs
-
-    drawn = TokenLogprob(65, -0.5, tuple((token, -1.0) for token in range(20)))
-    worded = chat_logprobs(ByteTokenizer(), [ScoredToken(65, drawn)] * 1000, 20)
-    pieces = list(worded.json_pieces())
-    assert "".join(pieces) == worded.json_text()
-    assert max(map(len, pieces)) < 4096
 
 
 # ---- grammars ----------------------------------------------------------------------------------
@@ -198,19 +166,6 @@ async def pauses(monkeypatch):
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 100.0)
     return found
-
-
-async def test_the_large_bodies_of_a_client_are_read_at_one_pace(pauses, monkeypatch):
-    """Each chunk waits for those before it; one that comes later than they need does not."""
-    second = limits._LARGE_BODY_BYTES_PER_S
-    arriving = ArrivingBodies(100 * second)
-    with arriving.hold("a") as one, arriving.hold("a") as other:
-        for add in (one, other, one):
-            await add(second)
-        assert pauses == [1.0, 2.0, 3.0]
-        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: 110.0)
-        await one(second)
-        assert pauses[3:] == [1.0]
 
 
 async def test_clients_with_many_connections_leave_an_equal_share_of_the_rate_to_another(pauses):

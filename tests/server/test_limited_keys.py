@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from protocols.fake_policies import FakePolicies
+from protocols.test_tinker import imitated, sampling
 from server.fake_control import COMPARISON
 from server.fakes import CARD, ByteTokenizer
 from server.keys import key_file
@@ -92,6 +93,9 @@ async def server(tmp_path, make_client, adapters, training, competition):
 GONE = "it does not exist"
 """The answer is that for a name or id that there never was."""
 DOCS = Path(__file__).parents[2] / "docs" / "keys.md"
+IN_SESSION = {"session_id": "{session}", "base_model": CARD.name}
+OF_MODEL = {"model_id": "{session}:train:0", "seq_id": 2}
+WEIGHTS = "tinker://{session}:train:0/weights/a"
 LESSON_BODY = {"prompts": ["x"], "reward": {"word": "y"}, "lora_adapter": "globex"}
 
 # Of each row of the table: the requests, and what they are answered to a key without a limit, to one for other
@@ -152,6 +156,24 @@ TABLE = {
         ("GET", "/api/v1/training_runs", None, ("no {session}", "no {session}", "{session}")),
         ("POST", "/api/v1/get_info", {"model_id": "{session}:train:0"}, (GONE, GONE, 200)),
         ("POST", "/api/v1/optim_step", {"model_id": "{session}:train:0", "seq_id": 2}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/session_heartbeat", {"session_id": "{session}"}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/create_model", {**IN_SESSION, "model_seq_id": 1}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/create_sampling_session", {**IN_SESSION, "sampling_session_seq_id": 1}, (GONE, GONE, 200)),
+        (
+            "POST",
+            "/api/v1/forward",
+            {**OF_MODEL, "forward_input": imitated(2)["forward_backward_input"]},
+            (GONE, GONE, 200),
+        ),
+        ("POST", "/api/v1/forward_backward", {**OF_MODEL, **imitated(2)}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/save_weights", {**OF_MODEL, "path": "two"}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/save_weights_for_sampler", {**OF_MODEL, "path": "two"}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/load_weights", {**OF_MODEL, "path": WEIGHTS, "optimizer": True}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/unload_model", {"model_id": "{session}:train:0"}, (GONE, GONE, 200)),
+        ("POST", "/api/v1/asample", sampling("{session}:sample:0"), (GONE, GONE, 200)),
+        ("POST", "/api/v1/asample", sampling("", model_path=WEIGHTS, sampling_session_id=None), (GONE, GONE, 200)),
+        ("GET", "/api/v1/training_runs/{session}:train:0", None, (GONE, GONE, 200)),
+        ("GET", "/api/v1/training_runs/{session}:train:0/checkpoints", None, ("no weights", "no weights", "weights")),
         ("GET", "/api/v1/samplers/{session}:sample:0", None, (GONE, GONE, 200)),
         ("POST", "/api/v1/retrieve_future", {"request_id": "{session}:train:0:0"}, (GONE, GONE, 200)),
         ("POST", "/api/v1/weights_info", {"tinker_path": "tinker://{session}:train:0/weights/a"}, (GONE, GONE, 200)),

@@ -73,13 +73,6 @@ async def test_a_whole_message(client, engine):
     }
 
 
-async def test_sampling_and_stopping_reach_the_engine(client, engine):
-    await answer(client, temperature=0.5, top_p=0.9, top_k=7, stop_sequences=["\n\nHuman:"], max_tokens=9)
-    request = engine.requests[0]
-    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.9, 7)
-    assert (request.stopping.stop, request.stopping.max_tokens) == (("\n\nHuman:",), 9)
-
-
 def text(words, **more):
     return {"type": "text", "text": words, **more}
 

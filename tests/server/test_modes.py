@@ -50,9 +50,9 @@ async def test_without_training_status_and_debug_answer(client):
 @without_training
 @pytest.mark.parametrize("path", BODIES)
 async def test_without_training_nothing_is_collected(client, engine, path):
-    response = await client.post(path, json={**BODIES[path], "collect_trajectory": True})
-    error = fault(response)
-    assert (response.status_code, error["code"]) == (409, "training_disabled")
+    error = await refusal(
+        client.post(path, json={**BODIES[path], "collect_trajectory": True}), 409, code="training_disabled"
+    )
     assert error["param"] == "collect_trajectory"
     assert not engine.requests
     assert (await client.post(path, json=BODIES[path])).status_code == 200

@@ -143,19 +143,15 @@ async def test_control_actions_are_audited_and_prompts_are_not(make_client, tmp_
     body = {"lora_name": "private name", "lora_path": "x"}
     await client.post("/v1/load_lora_adapter", json=body, headers=sent["boss"])
     text = log.read_text()
-    assert "secret prompt" not in text
-    assert "private name" not in text
-    lines = [json.loads(line) for line in text.splitlines()]
-    assert [(line["key"], line["method"], line["path"], line["status"]) for line in lines[:3]] == [
-        ("app", "POST", "/pause", 403),
-        ("boss", "POST", "/pause", 200),
-        (None, "POST", "/sleep", 401),
-    ]
-    assert lines[0]["error"] == "insufficient_role"
-    assert lines[1]["query"] == "mode=keep"
-    assert lines[1]["time"].endswith("+00:00")
-    assert lines[3]["path"] == "/v1/load_lora_adapter"
-    assert len(lines) == 4
+    assert not [word for word in ("secret prompt", "private name") if word in text]
+    refused, paused, *rest = [json.loads(line) for line in text.splitlines()]
+    assert (refused["key"], refused["path"], refused["status"], refused["error"]) == (
+        *("app", "/pause", 403),
+        "insufficient_role",
+    )
+    assert (paused["key"], paused["method"], paused["query"]) == ("boss", "POST", "mode=keep")
+    assert paused["time"].endswith("+00:00")
+    assert [(line["key"], line["path"]) for line in rest] == [(None, "/sleep"), ("boss", "/v1/load_lora_adapter")]
     assert stat.S_IMODE(os.stat(log).st_mode) == 0o600
 
 

@@ -51,16 +51,6 @@ async def error(client, path, status=400, **body):
 # -- what is asked of the engine -----------------------------------------------------------------------
 
 
-async def test_options_reach_the_engine(client, engine):
-    options = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repeat_penalty": 1.1, "seed": 3}
-    options |= {"presence_penalty": 0.2, "frequency_penalty": 0.3, "num_predict": 5, "stop": ["\n\n"]}
-    await post(client, CHAT, messages=USER, options=options)
-    sampling, stopping = engine.requests[0].sampling, engine.requests[0].stopping
-    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 7, 0.9, 0.1)
-    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.2, 0.3)
-    assert (sampling.seed, stopping.max_tokens, stopping.stop) == (3, 5, ("\n\n",))
-
-
 @pytest.mark.parametrize("limit", [{}, {"num_predict": -1}, {"num_predict": -2}, {"num_predict": 9999}])
 @pytest.mark.parametrize("body", [{"prompt": "x"}, {"prompt": "x", "raw": True}])
 async def test_an_answer_may_fill_the_context(client, engine, limit, body):

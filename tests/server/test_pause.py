@@ -9,7 +9,7 @@ from server.fakes import CARD
 
 from mlx_parallm import __version__
 from mlx_parallm.core.device import PauseMode
-from mlx_parallm.errors import AbortedError, EngineDeadError
+from mlx_parallm.errors import EngineDeadError
 
 COMPLETION = {"prompt": "x"}
 
@@ -52,18 +52,6 @@ async def test_what_is_not_known_pauses_nothing(client, engine, query, param):
     assert not engine.called.is_set()
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_an_aborted_request_is_told_and_may_come_again(client, engine, metric, stream):
-    engine.fail_before, engine.error = 2, AbortedError("paused")
-    response = await client.post("/v1/completions", json={**COMPLETION, "stream": stream})
-    assert '"code":"aborted"' in response.text
-    if stream:
-        assert response.text.endswith("data: [DONE]\n\n")
-    else:
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-    assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="abort"}') == 1
-
-
 @pytest.mark.parametrize("path", ["/pause", "/resume", "/reset_prefix_cache"])
 async def test_a_dead_engine_is_told(client, engine, path):
     engine.call_error = EngineDeadError("/home/me")
@@ -89,15 +77,6 @@ async def test_a_drain_ends_a_pause_so_that_what_it_holds_can_finish(serving, en
         assert (await asyncio.wait_for(request, 30)).status_code == 200
         await asyncio.wait_for(asyncio.shield(server.stopped), 30)
     assert engine.state["paused"] is False
-
-
-async def test_a_device_that_hangs_holds_up_no_drain(serving, engine):
-    """Nor a second signal."""
-    async with serving(shutdown_timeout=0.5) as server, httpx.AsyncClient(base_url=server.url) as client:
-        await client.post("/pause?mode=keep")
-        engine.resume = asyncio.Event().wait
-        server.uvicorn.begin_drain()
-        await asyncio.wait_for(asyncio.shield(server.stopped), 30)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """An answer that repeats itself without end: who is asked to end it, and how each protocol says so."""
 
 import pytest
-from server.asking import fault, post
+from server.asking import post, refusal
 
 from mlx_parallm.core.requests import FinishReason, RepetitionLimits
 
@@ -69,9 +69,7 @@ async def test_limits_in_the_form_of_vllm(client, engine, path, within):
     ],
 )
 async def test_wrong_limits_are_refused(client, value, param):
-    response = await client.post(CHAT, json={"messages": USER, "repetition_detection": value})
-    assert response.status_code == 400
-    assert fault(response)["param"] == param
+    await refusal(client.post(CHAT, json={"messages": USER, "repetition_detection": value}), 400, param=param)
 
 
 # ---- what the answers say ------------------------------------------------------------------------------

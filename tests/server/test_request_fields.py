@@ -30,11 +30,6 @@ def allowed(mask):
     return {i for i in range(VOCAB) if mask[i // 8] >> i % 8 & 1}
 
 
-async def test_bad_words_are_banned_with_and_without_a_space(client, engine):
-    request = await sent(client, engine, bad_words=["ab", " c"])
-    assert request.sampling.bad_words == ((97, 98), (32, 97, 98), (99,), (32, 99))
-
-
 async def test_allowed_tokens_are_a_mask(client, engine):
     assert allowed((await sent(client, engine, allowed_token_ids=[0, 9, EOS])).sampling.allowed_tokens) == {0, 9, EOS}
 
@@ -64,20 +59,6 @@ async def test_allowed_tokens_are_a_mask(client, engine):
 async def test_what_cannot_be_honoured_is_refused_by_name(client, engine, fields, param):
     assert (await refused(client, **fields))["param"] == param
     assert not engine.requests
-
-
-@pytest.mark.parametrize(
-    ("fields", "kept"),
-    [
-        ({"truncate_prompt_tokens": 3}, "hij"),
-        ({"truncate_prompt_tokens": 3, "truncation_side": "right"}, "abc"),
-        ({"truncate_prompt_tokens": 20}, "abcdefghij"),
-        ({"truncate_prompt_tokens": -1, "max_tokens": 60}, "ghij"),
-        ({"truncate_prompt_tokens": -1}, "abcdefghij"),
-    ],
-)
-async def test_a_prompt_is_cut_to_its_last_or_first_tokens(client, engine, fields, kept):
-    assert bytes((await sent(client, engine, prompt="abcdefghij", **fields)).prompts[0]).decode() == kept
 
 
 async def test_the_client_may_choose_the_id_of_the_answer(client):

@@ -37,14 +37,6 @@ async def test_retrieve_and_delete(serving):
         assert gone.value.code == "response_not_found"
 
 
-async def test_the_stream_helper(serving):
-    async with serving() as server, connect(server) as client:
-        async with client.responses.stream(model=MODEL, input="hi") as stream:
-            snapshots = [event.snapshot async for event in stream if event.type == "response.output_text.delta"]
-            final = await stream.get_final_response()
-        assert (snapshots[0], snapshots[-1], final.output_text) == ("H", "Hi ä!", "Hi ä!")
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_parse(serving, engine, streamed):
     engine.text = '{"x": 1, "y": 2}'

@@ -89,14 +89,6 @@ def test_no_key_drops_the_responses_of_one_that_holds_less():
     assert store.find("large-0") is None
 
 
-def test_a_response_that_is_too_large_drops_no_other():
-    store = ResponseStore(9, 10)
-    store.put("a", stored(10))
-    store.put("b", stored(11))
-    assert store.find("a") == stored(10)
-    assert store.find("b") is None
-
-
 @given(st.lists(st.tuples(st.sampled_from(["put", "find", "forget"]), st.integers(0, 12)), max_size=60))
 def test_the_store_is_bounded_and_keeps_the_most_recently_used(steps):
     most, most_bytes = 3, 20

@@ -185,17 +185,6 @@ async def test_a_route_that_is_not_declared_needs_admin(app, keys):
         assert (await call(app, "POST", "/new/thing", keys[1][role]))[0]["status"] == expected
 
 
-async def test_the_answer_names_the_role_that_is_needed(make_client, tmp_path, engine):
-    file, sent = key_file(tmp_path, app="inference", trainer="train")
-    client = make_client(keys_file=file)
-    answer = await client.post("/pause", headers=sent["app"])
-    assert (answer.status_code, fault(answer)["code"]) == (403, "insufficient_role")
-    assert fault(answer)["message"] == "This needs a key with the role admin; the role of this key is inference."
-    answer = await client.post("/v1/training/feedback", headers=sent["app"], json={})
-    assert "the role train" in fault(answer)["message"]
-    assert not engine.pauses
-
-
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/inference/v1/generate"])
 async def test_priority_beyond_the_bound_of_the_key(make_client, tmp_path, engine, path):
     file, sent = key_file(

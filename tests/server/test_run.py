@@ -1,9 +1,7 @@
 """The process: wire limits of the real server, signals, drain, a dead engine."""
 
 import asyncio
-import json
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,13 +62,6 @@ async def test_sigterm_drains(process):
     assert server.stderr.read() == ""
 
 
-def test_small_answers_are_not_held_back():
-    with bind("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
-        accepted, _ = listening.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
 async def test_an_engine_that_dies_later_stops_the_server(serving, engine):
     async with serving() as server:
         engine.state["alive"] = False
@@ -93,27 +84,6 @@ async def test_a_second_signal_does_not_wait(serving, engine):
 def test_a_taken_port_is_a_configuration_error():
     with bind("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="choose another"):
         bind("127.0.0.1", taken.getsockname()[1])
-
-
-async def exchange(port, raw):
-    """Sends bytes, reads until the server closes."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(raw)
-    answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
-    writer.close()
-    head, _, body = answer.partition(b"\r\n\r\n")
-    return int(head.split()[1]), head, body
-
-
-@pytest.mark.parametrize(
-    "raw", [b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000, b"\x00\x01garbage\r\n\r\n"]
-)
-async def test_what_is_not_http_gets_an_error_body(serving, raw):
-    async with serving() as server:
-        status, head, body = await exchange(server.port, raw)
-        assert status in (400, 431)
-        assert b"content-type: application/json" in head
-        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
 async def test_a_huge_body_is_answered_though_unread(serving):

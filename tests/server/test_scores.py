@@ -6,7 +6,6 @@ from server.asking import fault, refusal
 
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import PromptScored, TokenLogprob
-from mlx_parallm.server.api import bodies
 
 SCORE, RERANK = "/v1/score", "/v1/rerank"
 PAIR = {"text_1": "ab", "text_2": ["c", "de"]}
@@ -123,16 +122,6 @@ async def test_a_reward_model_judges_answers(client, engine, reward_models):
     assert bytes(reward_models.asked[1][1][0]).decode() == "u:q\na:one"
     assert not engine.requests
     assert client.app.state.services.gate.held == 0
-
-
-@pytest.mark.parametrize("model", ["base", "reward_model:polite"])
-async def test_a_text_that_stands_in_many_pairs_counts_in_each(client, engine, monkeypatch, model):
-    monkeypatch.setattr(bodies, "MAX_POOLED_TOKENS", 1)  # 128 texts as long as the context are allowed all the same
-    body = {"model": model, "text_1": "a" * 50, "text_2": ["b"] * 200}
-    error = fault(await client.post(SCORE, json=body))
-    assert error["message"] == "text_1: together, the texts have more than 8192 tokens; send fewer at a time."
-    assert not engine.requests
-    assert (await client.post(SCORE, json={**body, "text_2": ["b"] * 128})).status_code == 200
 
 
 async def test_many_documents_are_scored_in_parts(client, engine, reward_models, likely):

@@ -1,7 +1,7 @@
 """Who is let in: keys, hosts, origins."""
 
 import pytest
-from server.asking import fault, refusal
+from server.asking import refusal
 from starlette.routing import Route
 
 from mlx_parallm.server import app
@@ -9,7 +9,6 @@ from mlx_parallm.server import app
 pytestmark = pytest.mark.ci
 
 KEY = "sk-test-key"
-OPEN = {"/health", "/liveness", "/ready", "/login", "/logout"}
 BODY = {"prompt": "x"}
 
 
@@ -23,34 +22,6 @@ def all_routes(client):
     routes = [*client.app.routes, *(route for routes in app.all_routes() for route in routes.router.routes)]
     routed = {(method, route.path) for route in routes if isinstance(route, Route) for method in route.methods}
     return documented | routed
-
-
-def code_of(response):
-    """The code of the error. Errors of Anthropic's API have only a type, and those of Ollama's only a text; these stand
-    for a code here."""
-    path = response.request.url.path
-    if path.startswith("/v1/messages"):
-        codes = {"authentication_error": "invalid_api_key", "permission_error": "forbidden_origin"}
-        return codes[response.json()["error"]["type"]]
-    if path.startswith("/api/") and not path.startswith("/api/v1/"):
-        text = response.json()["error"]
-        return "invalid_api_key" if text.startswith("Send the API key") else "forbidden_origin"
-    return fault(response)["code"]
-
-
-async def test_every_route_is_guarded_or_on_the_allow_list(make_client):
-    client = make_client(api_key=KEY)
-    routes = all_routes(client)
-    assert len(routes) > 100
-    for method, path in routes:
-        response = await client.request(method, path.replace("{name}", "x"))
-        if path in OPEN:
-            assert response.status_code == {"/login": 403, "/logout": 303}.get(path if method == "POST" else "", 200)
-        elif method == "HEAD":
-            assert response.status_code == 401, path
-        else:
-            assert (response.status_code, code_of(response)) == (401, "invalid_api_key"), path
-            assert response.headers["www-authenticate"] == "Bearer"
 
 
 @pytest.mark.parametrize(
@@ -85,11 +56,11 @@ async def test_the_right_key(make_client):
     "host", ["evil.example", "evil.example:8000", "localhost.evil.example", "x@localhost", "", "[", "localhost/x"]
 )
 async def test_foreign_hosts(client, engine, host):
-    for method, path in all_routes(client):
+    routes = all_routes(client)
+    assert len(routes) > 100
+    for method, path in routes:
         response = await client.request(method, path, headers={"host": host})
         assert response.status_code == 403, (method, path)
-        if method != "HEAD":
-            assert code_of(response) == "forbidden_origin"
     assert not engine.requests
 
 

@@ -8,7 +8,7 @@ from server.asking import refusal
 from server.keys import key_file
 
 from mlx_parallm.engine.figures import NO_TIME, DeviceSeconds, EngineStats
-from mlx_parallm.server.metrics import MOST_VALUES, WINDOW_S, History, RecentGrowth, RecentValues
+from mlx_parallm.server.metrics import MOST_VALUES, WINDOW_S, RecentGrowth, RecentValues
 
 ASK = {"prompt": "x", "max_tokens": 4}
 
@@ -16,19 +16,6 @@ ASK = {"prompt": "x", "max_tokens": 4}
 def snapshot(at, device=NO_TIME, tokens=0, **fields):
     fields |= {"taken_at": at, "device_seconds": device, "generation_tokens_total": tokens}
     return EngineStats(alive=True, ready=True, **fields)
-
-
-def test_an_interval_is_what_happened_between_two_snapshots():
-    history, at = History(now=lambda: 5000.0), time.monotonic()
-    history.add(snapshot(at - 3.0, DeviceSeconds(1.0, 1.0, 1.0, 1.0), tokens=10, prompt_tokens_total=7))
-    assert list(history.after(0)) == [], "one snapshot says nothing about time"
-    history.add(snapshot(at - 2.0, DeviceSeconds(1.5, 1.25, 1.0, 1.0), 30, prompt_tokens_total=8, running=2, waiting=1))
-    (interval,) = history.after(0)
-    assert (interval.number, interval.seconds) == (1, pytest.approx(1.0))
-    assert interval.at == pytest.approx(4998.0, abs=0.5)
-    assert (interval.decode, interval.prefill, interval.training, interval.other) == (0.5, 0.25, 0.0, 0.0)
-    assert (interval.generated_tokens, interval.prompt_tokens) == (20, 1)
-    assert (interval.running, interval.waiting) == (2, 1)
 
 
 def test_recent_values_are_those_of_the_last_minute():
@@ -151,17 +138,6 @@ def test_growth_is_that_of_the_last_minute():
         growth.add(Counter({of: 2 * second}))
     assert growth.until(Counter({of: 2 * 199})) == {of: 2 * WINDOW_S}
     assert growth.until(Counter()) == {}, "a key that was removed"
-
-
-async def test_the_lesson_that_runs(client, lessons):
-    async def lesson():
-        return (await client.get("/v1/stats")).json()["training"]["lesson"]
-
-    assert await lesson() is None
-    await client.post("/v1/training/lesson", json={"prompts": ["x"], "reward": {"word": "y"}})
-    assert await lesson() == {"adapter": "policy", "state": "drawing", "updates": 0}
-    await client.delete("/v1/training/lesson")
-    assert await lesson() is None
 
 
 async def test_its_own_command_is_not_for_every_role(make_client, tmp_path, monkeypatch):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from server.asking import fault
+from server.asking import refusal
 from walks import follows
 
 URLS = {
@@ -89,9 +89,7 @@ async def test_free_text_has_no_grammar(client, engine, fields):
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
 )  # fmt: skip
 async def test_invalid_fields_are_refused_by_name(client, engine, fields, param):
-    response = await client.post("/v1/completions", json={"prompt": "x", **fields})
-    assert response.status_code == 400
-    assert fault(response)["param"] == param
+    await refusal(client.post("/v1/completions", json={"prompt": "x", **fields}), 400, param=param)
     assert engine.requests == []
 
 
@@ -101,6 +99,6 @@ async def test_a_schema_too_deep_or_too_long_is_refused(client):
         deep = {"not": deep}
     long = {"enum": ["x" * 1000] * 200}
     for schema in (deep, long, json.dumps(deep)):
-        response = await client.post("/v1/completions", json={"prompt": "x", "guided_json": schema})
-        assert response.status_code == 400
-        assert fault(response)["param"] == "guided_json"
+        await refusal(
+            client.post("/v1/completions", json={"prompt": "x", "guided_json": schema}), 400, param="guided_json"
+        )

@@ -13,19 +13,6 @@ GENERATE = "/inference/v1/generate"
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "x"}]
 H, I = b"Hi"  # noqa: E741
-SENT_BY_RENDERERS = {
-    "model": "base",
-    "token_ids": [1, 97, 98],
-    "sampling_params": {
-        "temperature": 0.7,
-        "max_tokens": 2,
-        "stop_token_ids": [EOS],
-        "logprobs": 1,
-        "skip_special_tokens": False,
-        "routed_experts_prompt_start": 2,
-    },
-}
-"""As `renderers.client.generate` sends it, of verifiers 0.4.0."""
 
 
 async def generate(client, headers=None, **body):
@@ -35,40 +22,6 @@ async def generate(client, headers=None, **body):
 async def refused(client, path=GENERATE, **body):
     base = {"token_ids": [97]} if path == GENERATE else {"messages": MESSAGES}
     return await refusal(client.post(path, json={**base, **body}), 400)
-
-
-async def test_a_request_of_the_renderers_client(client, engine):
-    engine.text = "Hi"
-    got = await generate(client, headers={"X-Session-ID": "rollout-1"}, **SENT_BY_RENDERERS)
-    assert got["prompt_logprobs"] is None
-    (choice,) = got["choices"]
-    assert (choice["index"], choice["token_ids"], choice["finish_reason"]) == (0, [H, I], "stop")
-    assert [(entry["token"], entry["logprob"]) for entry in choice["logprobs"]["content"]] == [
-        (f"token_id:{H}", -0.5),
-        (f"token_id:{I}", -0.5),
-    ]
-    (request,) = engine.requests
-    assert request.prompts == ((1, 97, 98),)
-    assert (request.stopping.max_tokens, request.stopping.stop_token_ids) == (2, (EOS,))
-    assert (request.sampling.temperature, request.sampling.top_logprobs) == (0.7, 1)
-    assert request.visible_specials == {256, EOS}
-
-
-async def test_what_the_body_says_reaches_the_engine(client, engine):
-    got = await generate(
-        client,
-        request_id="mine",
-        cache_salt="s",
-        priority=3,
-        return_token_ids=True,
-        sampling_params={"n": 2, "seed": 5},
-    )
-    (request,) = engine.requests
-    assert (request.cache_salt, request.priority, request.n, request.sampling.seed) == ("s", 3, 2, 5)
-    assert (got["request_id"], got["prompt_token_ids"]) == ("mine", [97, 98])
-    assert request.request_id != "mine", "two clients may choose the same id"
-    assert [choice["logprobs"] for choice in got["choices"]] == [None, None]
-    assert got["usage"]["completion_tokens"] == 12
 
 
 async def test_a_stream_has_the_tokens_as_they_come(client, engine):
@@ -121,15 +74,6 @@ async def test_the_tokens_of_a_chats_prompt_are_used_as_they_are(client, engine,
     assert engine.requests[0].prompts == ((5, 6),)
     assert got["prompt_token_ids"] == [5, 6]
     assert got["choices"][0]["message"]["content"] == "Hi "
-
-
-async def test_a_number_of_logprobs_means_what_it_means_in_completions(client):
-    for number in (0, 2):
-        body = {"messages": MESSAGES, "max_tokens": 1, "logprobs": number}
-        (entry,) = (await client.post(CHAT, json=body)).json()["choices"][0]["logprobs"]["content"]
-        assert len(entry["top_logprobs"]) == number
-    for number in (21, -1, -2, 1.5, "1"):
-        assert (await refused(client, path=CHAT, logprobs=number))["param"] == "logprobs"
 
 
 async def test_a_rendered_chat_is_a_request_for_tokens(client, engine):

@@ -18,7 +18,7 @@ from server.one_model import OneModel
 
 from mlx_parallm import optional_packages as extras
 from mlx_parallm.config import ServerConfig
-from mlx_parallm.errors import ConfigError, StepFailedError
+from mlx_parallm.errors import ConfigError
 from mlx_parallm.server.app import create_app
 from mlx_parallm.server.backend import Backend
 from mlx_parallm.server.traces import Traces, open_traces
@@ -136,18 +136,6 @@ async def test_what_generates_nothing_has_one_span_and_probes_have_none(collecte
         "not_found",
         StatusCode.UNSET,
     )
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_fails_midway(collected, engine, stream):
-    engine.fail_before, engine.error = 2, StepFailedError("boom")
-    await collected.client(engine).post(COMPLETIONS, json={"prompt": "x", "stream": stream})
-    root, parts = collected.one_tree()
-    assert (root.status.status_code, root.attributes["error.type"]) == (StatusCode.ERROR, "step_failed")
-    assert root.attributes["mlx_parallm.finish"] == "error"
-    assert list(parts) == ["queue", "prefill", "decode"]
-    assert milliseconds(parts["queue"]) == 100
-    assert parts["decode"].end_time <= root.end_time
 
 
 # ---- training -----------------------------------------------------------------------------------

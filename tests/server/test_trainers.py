@@ -1,6 +1,6 @@
 """What other projects' trainers ask of the inference server: adapters at the root, facts, pauses, and refusals."""
 
-from server.asking import fault
+from server.asking import fault, refusal
 from server.fakes import CARD, ByteTokenizer
 
 from mlx_parallm.adapters.cards import AdapterStats
@@ -48,9 +48,8 @@ async def test_liveness_needs_no_key_and_does_not_ask_the_engine(make_client, en
 async def test_an_update_of_the_whole_model_is_refused_with_what_to_use_instead(client):
     """With a 404, prime-rl would go on with the old weights."""
     for content in (b"", b'{"weight_dir": "/runs/step_3"}'):
-        response = await client.post("/update_weights", content=content)
-        assert response.status_code == 400
-        assert "/v1/load_lora_adapter" in fault(response)["message"]
+        error = await refusal(client.post("/update_weights", content=content), 400)
+        assert "/v1/load_lora_adapter" in error["message"]
 
 
 async def test_a_chat_may_name_the_template_that_it_gets_anyway(client):

@@ -299,7 +299,7 @@ async def test_a_client_that_leaves_stops_nothing(client, training, path):
     await asyncio.wait([request])
     lifecycle = client.app.state.services.lifecycle
     assert lifecycle.working
-    training.resume_work.set()
+    training.go_on.set()
     await eventually(lambda: not lifecycle.working)
     assert [call[0] for call in training.calls] == [path.rpartition("/")[2]]
 
@@ -323,6 +323,6 @@ async def test_the_drain_waits_for_an_update(serving, training):
         await training.held.wait()
         server.uvicorn.begin_drain()
         assert (await client.get("/ready")).status_code == 503
-        training.resume_work.set()
+        training.go_on.set()
         assert (await asyncio.wait_for(request, 30)).json()["status"] == "published"
         await asyncio.wait_for(asyncio.shield(server.stopped), 30)

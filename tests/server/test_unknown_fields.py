@@ -187,22 +187,3 @@ async def test_a_request_that_only_headers_mark_for_collection_may_have_unknown_
 )
 async def test_adapter_and_training_routes_are_strict(client, path, body):
     await refusal(client.post(path, json=body | {"num_ctx": 1}), 400, param="num_ctx")
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "tokens"),
-    [
-        (COMPLETIONS, {"max_tokens": -1}, 63),
-        (COMPLETIONS, {"max_tokens": None}, 63),
-        (COMPLETIONS, {}, 16),
-        (CHAT, {"max_tokens": -1}, 64 - len("u:x\na:")),
-        (CHAT, {"max_completion_tokens": -1, "max_tokens": None}, 64 - len("u:x\na:")),
-        (CHAT, {"max_tokens": -1, "max_completion_tokens": 5}, 5),
-        (RESPONSES, {"max_output_tokens": None}, 64 - len("u:x\na:")),
-        (RESPONSES, {"max_output_tokens": -1}, 64 - len("u:x\na:")),
-    ],
-    ids=str,
-)
-async def test_no_limit_of_its_own(client, engine, path, fields, tokens):
-    assert await ignored(client, path, **fields) == []
-    assert engine.requests[-1].stopping.max_tokens == tokens

@@ -32,6 +32,7 @@ MALFORMED = {
     "another transfer encoding": POST + b"Transfer-Encoding: xchunked\r\n\r\n" + CHUNKED,
     "two transfer encodings": POST + b"Transfer-Encoding: identity, chunked\r\n\r\n" + CHUNKED,
     "a transfer encoding twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: x\r\n\r\n" + CHUNKED,
+    "a length and chunks": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
     "a space before the colon": POST + b"Transfer-Encoding : chunked\r\n\r\n" + CHUNKED,
     "two hosts": GET + b"Host: evil.example\r\n" + KEY + b"\r\n",
     "no host": b"GET /v1/models HTTP/1.1\r\n" + KEY + b"\r\n",

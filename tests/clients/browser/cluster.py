@@ -1,36 +1,27 @@
-"""The view Cluster: of a head, of a node that cannot serve a version, without NATS, and of a server that is no node."""
+"""The view Cluster: of a head, of a node that cannot serve a version, and without NATS."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pages import LOOKS, Opened, chromium, opened
+from pages import Opened, chromium, every_look, opened
 from playwright.sync_api import expect
 
-NODES, VERSIONS = "Nodes of the cluster", "Shared adapter versions"
+NODES = "Nodes of the cluster"
+TABLES = {"nodes": NODES, "versions": "Shared adapter versions"}
 
 
 def looks(url: str, pictures: str, nodes: int) -> dict[str, Any]:
     """Every look of the view of the head, which has so many nodes."""
-    seen = {}
-    with chromium() as browser:
-        for look in LOOKS:
-            with opened(browser, f"{url}/dashboard", look) as shown:
-                page = shown.page
-                page.get_by_role("link", name="Cluster").click()
-                expect(_rows(shown, NODES)).to_have_count(nodes)
-                expect(page.get_by_text("ready", exact=True)).to_have_count(nodes)
-                page.screenshot(path=f"{pictures}/cluster-{look}.png", full_page=True)
-                seen[look] = {
-                    "faults": shown.axe(),
-                    "errors": shown.errors,
-                    "sideways": page.evaluate("document.documentElement.scrollWidth > innerWidth"),
-                    "kilobytes": shown.kilobytes(),
-                    "figures": _figures(shown),
-                    "nodes": _rows(shown, NODES).all_inner_texts(),
-                    "versions": _rows(shown, VERSIONS).all_inner_texts(),
-                }
-    return seen
+
+    def use(shown: Opened) -> dict[str, Any]:
+        shown.page.get_by_role("link", name="Cluster").click()
+        expect(_rows(shown, NODES)).to_have_count(nodes)
+        expect(shown.page.get_by_text("ready", exact=True)).to_have_count(nodes)
+        tables = {name: _rows(shown, table).all_inner_texts() for name, table in TABLES.items()}
+        return {"figures": _figures(shown), "kilobytes": shown.kilobytes(), **tables}
+
+    return every_look(f"{url}/dashboard", f"{pictures}/cluster", use)
 
 
 def unusable(url: str, pictures: str) -> dict[str, Any]:
@@ -39,12 +30,7 @@ def unusable(url: str, pictures: str) -> dict[str, Any]:
         reasons = shown.page.locator(".reasons")
         expect(reasons).to_be_visible()
         shown.page.screenshot(path=f"{pictures}/cluster-unusable.png", full_page=True)
-        return {
-            "reasons": reasons.inner_text(),
-            "figures": _figures(shown),
-            "faults": shown.axe(),
-            "errors": shown.errors,
-        }
+        return {"reasons": reasons.inner_text(), "figures": _figures(shown), **shown.state()}
 
 
 def cut_off(url: str, pictures: str) -> dict[str, Any]:
@@ -52,22 +38,7 @@ def cut_off(url: str, pictures: str) -> dict[str, Any]:
     with chromium() as browser, opened(browser, f"{url}/dashboard#/cluster") as shown:
         expect(shown.page.get_by_role("alert")).to_be_visible()
         shown.page.screenshot(path=f"{pictures}/cluster-cut-off.png", full_page=True)
-        said = shown.page.get_by_role("alert").inner_text()
-        figures = _figures(shown)
-        ready, lost = figures["Nodes ready"], figures["Nodes lost"]
-        return {"said": said, "ready": ready, "lost": lost, "faults": shown.axe(), "errors": shown.errors}
-
-
-def off(url: str, pictures: str) -> dict[str, Any]:
-    """A server that is no node: the navigation does not have the view, and its address says how to start a cluster."""
-    with chromium() as browser, opened(browser, f"{url}/dashboard") as shown:
-        page = shown.page
-        page.get_by_text("Serving").wait_for()
-        listed = page.get_by_role("navigation").get_by_role("link").all_inner_texts()
-        page.goto(f"{url}/dashboard#/cluster")
-        command = page.locator(".command code").inner_text()
-        page.screenshot(path=f"{pictures}/cluster-off.png", full_page=True)
-        return {"listed": listed, "command": command, "faults": shown.axe(), "errors": shown.errors}
+        return {"said": shown.page.get_by_role("alert").inner_text(), "figures": _figures(shown), **shown.state()}
 
 
 def _rows(shown: Opened, table: str) -> Any:

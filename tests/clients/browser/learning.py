@@ -1,10 +1,10 @@
-"""The view Learning while an adapter is trained, of a server that does not train, and for roles that may do less."""
+"""The view Learning while an adapter is trained, and for roles that may do less."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from pages import LOOKS, chromium, opened
+from pages import Opened, chromium, every_look, logged_in, opened
 from playwright.sync_api import Locator, Page, expect
 
 VERSIONS = "Versions of the adapter"
@@ -12,23 +12,14 @@ UPDATE_MS = 180_000
 
 
 def looks(url: str, pictures: str) -> dict[str, Any]:
-    """Every look of the view, with its faults and errors."""
-    seen = {}
-    with chromium() as browser:
-        for look in LOOKS:
-            with opened(browser, f"{url}/dashboard#/learning", look) as shown:
-                page = shown.page
-                expect(page.get_by_role("table", name=VERSIONS)).to_be_visible()
-                page.screenshot(path=f"{pictures}/learning-{look}.png", full_page=True)
-                seen[look] = {
-                    "faults": shown.axe(),
-                    "errors": shown.errors,
-                    "kilobytes": shown.kilobytes(),
-                    "sideways": page.evaluate("document.documentElement.scrollWidth > innerWidth"),
-                    "charts": page.locator("figcaption").all_inner_texts(),
-                    "lineage": page.locator(".tree svg").get_attribute("aria-label"),
-                }
-    return seen
+    """Every look of the view."""
+
+    def use(shown: Opened) -> dict[str, Any]:
+        expect(shown.page.get_by_role("table", name=VERSIONS)).to_be_visible()
+        charts = shown.page.locator("figcaption").all_inner_texts()
+        return {"charts": charts, "lineage": _lineage(shown.page), "kilobytes": shown.kilobytes()}
+
+    return every_look(f"{url}/dashboard#/learning", f"{pictures}/learning", use)
 
 
 def steers(url: str, pictures: str) -> dict[str, Any]:
@@ -50,7 +41,7 @@ def steers(url: str, pictures: str) -> dict[str, Any]:
         seen = {
             "states": page.get_by_role("row", name=newer).first.inner_text(),
             "moments": page.get_by_role("table", name="Events of the training").inner_text(),
-            "lineage": page.locator(".tree svg").get_attribute("aria-label"),
+            "lineage": _lineage(page),
             "faults": shown.axe(),
         }
         page.goto(f"{url}/dashboard#/adapters/{newer.replace('@', '%40')}")
@@ -93,21 +84,14 @@ def figure(page: Page, label: str) -> str:
     return figure_of(page, label).inner_text()
 
 
-def off(url: str, pictures: str) -> dict[str, Any]:
-    """A server that does not train says how to start one that does."""
-    with chromium() as browser, opened(browser, f"{url}/dashboard#/learning") as shown:
-        commands = shown.page.locator(".command code").all_inner_texts()
-        shown.page.screenshot(path=f"{pictures}/learning-off.png", full_page=True)
-        return {"commands": commands, "faults": shown.axe(), "errors": shown.errors}
+def _lineage(page: Page) -> str | None:
+    return page.locator(".tree svg").get_attribute("aria-label")
 
 
 def roles(url: str, key: str, pictures: str) -> dict[str, Any]:
     """What a key sees of both views: sentences in place of what its role may not see, and buttons that are off."""
-    with chromium() as browser, opened(browser, f"{url}/login?next=/dashboard") as shown:
+    with chromium() as browser, logged_in(browser, url, key) as shown:
         page = shown.page
-        page.get_by_label("API key").fill(key)
-        page.keyboard.press("Enter")
-        page.get_by_text("Serving").wait_for()
         listed = page.get_by_role("navigation").get_by_role("link").all_inner_texts()
         page.goto(f"{url}/dashboard#/learning")
         why = page.locator("p.empty").or_(page.locator(".action small").first).first
@@ -122,6 +106,5 @@ def roles(url: str, key: str, pictures: str) -> dict[str, Any]:
             "listed": listed,
             "may_load": load.is_enabled(),
             "why": page.locator(".action small").all_inner_texts()[:1],
-            "faults": shown.axe(),
-            "errors": shown.errors,
+            **shown.state(),
         }

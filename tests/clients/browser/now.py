@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pages import LOOKS, chromium, opened
+from pages import Opened, chromium, every_look, logged_in, opened
 from playwright.sync_api import expect
 
 GENERATED = "dl.figures > div:first-child strong"
@@ -13,33 +13,21 @@ BANNER = "The server does not answer"
 
 
 def looks(url: str, pictures: str) -> dict[str, Any]:
-    """Every look of the view, with its faults, errors, size and first paint."""
-    seen = {}
-    with chromium() as browser:
-        for look in LOOKS:
-            with opened(browser, f"{url}/", look) as shown:
-                expect(shown.page.locator(GENERATED)).not_to_have_text("0")
-                shown.page.screenshot(path=f"{pictures}/now-{look}.png", full_page=True)
-                seen[look] = {
-                    "faults": shown.axe(),
-                    "errors": shown.errors,
-                    "kilobytes": shown.kilobytes(),
-                    "first_paint_s": shown.first_paint_s(),
-                    "sideways": shown.page.evaluate("document.documentElement.scrollWidth > innerWidth"),
-                    "parts": shown.page.get_by_role("heading", level=2).all_inner_texts(),
-                    "chart": shown.page.locator("figcaption").first.inner_text(),
-                    "device": shown.page.locator(".strip svg").get_attribute("aria-label"),
-                    "memory": shown.page.locator(".bar").get_attribute("aria-label"),
-                }
-    return seen
+    """Every look of the view, with its first paint."""
 
+    def use(shown: Opened) -> dict[str, Any]:
+        page = shown.page
+        expect(page.locator(GENERATED)).not_to_have_text("0")
+        return {
+            "kilobytes": shown.kilobytes(),
+            "first_paint_s": shown.first_paint_s(),
+            "parts": page.get_by_role("heading", level=2).all_inner_texts(),
+            "chart": page.locator("figcaption").first.inner_text(),
+            "device": page.locator(".strip svg").get_attribute("aria-label"),
+            "memory": page.locator(".bar").get_attribute("aria-label"),
+        }
 
-def idle(url: str, pictures: str) -> dict[str, Any]:
-    """The view of a server that nobody has asked for anything."""
-    with chromium() as browser, opened(browser, f"{url}/dashboard") as shown:
-        command = shown.page.locator(".command code").inner_text()
-        shown.page.screenshot(path=f"{pictures}/now-idle.png", full_page=True)
-        return {"command": command, "faults": shown.axe(), "errors": shown.errors}
+    return every_look(f"{url}/", f"{pictures}/now", use)
 
 
 def lost(url: str, pictures: str) -> dict[str, Any]:
@@ -71,7 +59,7 @@ def login(url: str, key: str, pictures: str) -> dict[str, Any]:
             "pause_enabled": pause.is_enabled(),
             "why": page.locator(".action small").inner_text(),
             "faults": shown.axe(),
-            "errors": list(shown.errors),
+            "errors": [*shown.errors],
         }
         page.screenshot(path=f"{pictures}/now-role.png")
         page.get_by_role("button", name="Log out").click()
@@ -81,10 +69,8 @@ def login(url: str, key: str, pictures: str) -> dict[str, Any]:
 
 def pause(url: str, key: str, pictures: str) -> dict[str, Any]:
     """An admin pauses the server by keyboard, and resumes it; then the key is taken away."""
-    with chromium() as browser, opened(browser, f"{url}/login?next=/dashboard") as shown:
+    with chromium() as browser, logged_in(browser, url, key) as shown:
         page = shown.page
-        page.get_by_label("API key").fill(key)
-        page.keyboard.press("Enter")
         page.get_by_role("button", name="Pause…").focus()
         page.keyboard.press("Enter")
         dialog = page.get_by_role("dialog", name="Pause the server?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,10 @@ class Opened:
         self.page.evaluate(AXE.read_text())
         found = self.page.evaluate("axe.run()")["violations"]
         return [f"{fault['id']}: {[node['html'] for node in fault['nodes']]}" for fault in found]
+
+    def state(self) -> dict[str, list[str]]:
+        """What must not be there: accessibility faults, and errors of the console."""
+        return {"faults": self.axe(), "errors": self.errors}
 
     def save_webp(self, file: str) -> None:
         """A picture of the whole page, smaller than a PNG; Playwright has no method for this format."""
@@ -78,3 +82,35 @@ def opened(browser: Browser, url: str, look: str = "desktop-light") -> Iterator[
     shown.page.goto(url)
     yield shown
     context.close()
+
+
+@contextmanager
+def logged_in(browser: Browser, url: str, key: str, next_page: str = "/dashboard") -> Iterator[Opened]:
+    """The dashboard, of somebody who has typed this key."""
+    with opened(browser, f"{url}/login?next={next_page}") as shown:
+        shown.page.get_by_label("API key").fill(key)
+        shown.page.keyboard.press("Enter")
+        shown.page.get_by_text("Serving").wait_for()
+        yield shown
+
+
+def every_look(address: str, picture: str, use: Callable[[Opened], dict[str, Any]]) -> dict[str, Any]:
+    """Every look of a view, by name, after `use`, which returns what it has seen of it."""
+    seen = {}
+    with chromium() as browser:
+        for look in LOOKS:
+            with opened(browser, address, look) as shown:
+                said = {"kilobytes": shown.kilobytes(), **use(shown)}
+                shown.page.screenshot(path=f"{picture}-{look}.png", full_page=True)
+                sideways = shown.page.evaluate("document.documentElement.scrollWidth > innerWidth")
+                seen[look] = {**shown.state(), "sideways": sideways, **said}
+    return seen
+
+
+def commands(url: str, pictures: str, view: str) -> dict[str, Any]:
+    """The commands that a view shows in the place of what the server does not do."""
+    with chromium() as browser, opened(browser, f"{url}/dashboard#/{view}") as shown:
+        found = shown.page.locator(".command code")
+        found.first.wait_for()
+        shown.page.screenshot(path=f"{pictures}/{view}-off.png", full_page=True)
+        return {"commands": found.all_inner_texts(), **shown.state()}

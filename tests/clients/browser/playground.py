@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pages import LOOKS, chromium, opened
+from pages import Opened, chromium, every_look, logged_in, opened
 from playwright.sync_api import Locator, Page, expect
 
 QUESTION = "Name three fruits."
@@ -47,23 +47,16 @@ def compares(url: str, pictures: str) -> dict[str, Any]:
 
 
 def looks(url: str, pictures: str) -> dict[str, Any]:
-    """Every look of the view with a question that was answered, with its faults, errors and size."""
-    seen = {}
-    with chromium() as browser:
-        for look in LOOKS:
-            with opened(browser, f"{url}/dashboard#/playground", look) as shown:
-                selects(shown.page)
-                kilobytes = shown.kilobytes()  # of the page, without the answers that follow
-                limit(shown.page, 16)
-                ask(shown.page, QUESTION)
-                shown.page.screenshot(path=f"{pictures}/playground-{look}.png", full_page=True)
-                seen[look] = {
-                    "faults": shown.axe(),
-                    "errors": shown.errors,
-                    "kilobytes": kilobytes,
-                    "sideways": shown.page.evaluate("document.documentElement.scrollWidth > innerWidth"),
-                }
-    return seen
+    """Every look of the view with a question that was answered. Its size is that without the answers."""
+
+    def use(shown: Opened) -> dict[str, Any]:
+        selects(shown.page)
+        kilobytes = shown.kilobytes()
+        limit(shown.page, 16)
+        ask(shown.page, QUESTION)
+        return {"kilobytes": kilobytes}
+
+    return every_look(f"{url}/dashboard#/playground", f"{pictures}/playground", use)
 
 
 def same_seed(url: str, pictures: str) -> list[str]:
@@ -90,7 +83,7 @@ def stops(url: str, pictures: str) -> dict[str, Any]:
         limit(page, 4)
         ask(page, "Go on.")
         sides = page.locator(".turns > li").first.locator("section").count()
-        return {"learn": learn, "stopped": stopped, "sides": sides, "faults": shown.axe(), "errors": shown.errors}
+        return {"learn": learn, "stopped": stopped, "sides": sides, **shown.state()}
 
 
 def fails(url: str, pictures: str) -> dict[str, Any]:
@@ -107,10 +100,8 @@ def fails(url: str, pictures: str) -> dict[str, Any]:
 
 def role(url: str, key: str, pictures: str) -> dict[str, Any]:
     """Somebody whose key may chat, and may not teach."""
-    with chromium() as browser, opened(browser, f"{url}/login?next=/dashboard") as shown:
+    with chromium() as browser, logged_in(browser, url, key) as shown:
         page = shown.page
-        page.get_by_label("API key").fill(key)
-        page.keyboard.press("Enter")
         page.get_by_role("link", name="Playground").click()
         limit(page, 8)
         (answer, *_) = ask(page, QUESTION)
@@ -120,8 +111,7 @@ def role(url: str, key: str, pictures: str) -> dict[str, Any]:
             "text": answer.locator(".tokens").inner_text(),
             "enabled": box.is_enabled(),
             "why": page.locator(".learn small").inner_text(),
-            "faults": shown.axe(),
-            "errors": shown.errors,
+            **shown.state(),
         }
 
 

@@ -1,4 +1,4 @@
-"""The view Teach: the first hour from the form to an adapter that answers differently, and why a server takes none."""
+"""The view Teach: the first hour from the form to an adapter that answers differently, and what a role may not do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import time
 from typing import Any
 
-from pages import LOOKS, chromium, opened
+from pages import Opened, chromium, every_look, logged_in, opened
 from playwright.sync_api import Page, expect
 
 LIMIT_S = 1500.0
@@ -49,35 +49,20 @@ def first_hour(url: str, pictures: str) -> dict[str, Any]:
         return {**rewards, **said, "faults": faults, "errors": shown.errors}
 
 
-def ended(url: str, pictures: str) -> dict[str, list[str]]:
-    """Every look of a lesson that has ended: what is wrong with it."""
-    wrong = {}
-    with chromium() as browser:
-        for look in LOOKS:
-            with opened(browser, f"{url}/dashboard#/teach", look) as shown:
-                shown.page.get_by_role("button", name="New lesson").wait_for()
-                shown.page.screenshot(path=f"{pictures}/teach-{look}.png", full_page=True)
-                sideways = shown.page.evaluate("document.documentElement.scrollWidth > innerWidth")
-                wrong[look] = [*shown.axe(), *shown.errors, *(["sideways"] if sideways else [])]
-    return wrong
+def ended(url: str, pictures: str) -> dict[str, Any]:
+    """Every look of a lesson that has ended."""
 
+    def use(shown: Opened) -> dict[str, Any]:
+        shown.page.get_by_role("button", name="New lesson").wait_for()
+        return {}
 
-def obstacle(url: str, pictures: str) -> dict[str, Any]:
-    """A server that does not train."""
-    with chromium() as browser, opened(browser, f"{url}/dashboard#/teach") as shown:
-        command = shown.page.locator(".command code")
-        command.wait_for()
-        shown.page.screenshot(path=f"{pictures}/teach-obstacle.png")
-        return {"command": command.inner_text(), "faults": shown.axe(), "errors": shown.errors}
+    return every_look(f"{url}/dashboard#/teach", f"{pictures}/teach", use)
 
 
 def role(url: str, key: str, pictures: str) -> dict[str, Any]:
     """Somebody whose key may not teach."""
-    with chromium() as browser, opened(browser, f"{url}/login?next=/dashboard") as shown:
+    with chromium() as browser, logged_in(browser, url, key) as shown:
         page = shown.page
-        page.get_by_label("API key").fill(key)
-        page.get_by_role("button", name="Open").click()
-        page.get_by_text("Serving").wait_for()
         page.goto(f"{url}/dashboard#/teach")  # the navigation does not have it
         refused = page.locator(".empty", has_text="role")
         refused.wait_for()

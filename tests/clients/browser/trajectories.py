@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pages import LOOKS, chromium, opened
+from pages import Opened, chromium, every_look, logged_in, opened
 from playwright.sync_api import Locator, Page, expect
 
 GROUPS = "Groups"
@@ -27,32 +27,26 @@ TO_THE_END = """
 
 def looks(url: str, pictures: str) -> dict[str, Any]:
     """Every look of a group that was trained on, with both tints."""
-    seen = {}
-    with chromium() as browser:
-        for look in LOOKS:
-            with opened(browser, f"{url}/dashboard#/trajectories?fate=trained", look) as shown:
-                page = shown.page
-                rows(page).first.click()
-                tokens = page.get_by_role("group", name="Answer 1, token by token")
-                advantage_tints = expect_some(page.locator(".sample .more, .sample .less"))
-                page.screenshot(path=f"{pictures}/trajectories-{look}.png", full_page=True)
-                faults = shown.axe()
-                page.get_by_label("log-probability").check()
-                logprob_tints = expect_some(page.locator(".sample [class*=rare-]"))
-                tokens.locator("[data-place]").first.focus()
-                page.keyboard.press("End")
-                page.screenshot(path=f"{pictures}/trajectories-logprob-{look}.png", full_page=True)
-                seen[look] = {
-                    "faults": faults + shown.axe(),
-                    "errors": shown.errors,
-                    "kilobytes": shown.kilobytes(),
-                    "sideways": page.evaluate("document.documentElement.scrollWidth > innerWidth"),
-                    "samples": page.locator(".sample").count(),
-                    "advantage_tints": advantage_tints,
-                    "logprob_tints": logprob_tints,
-                    "readout": tokens.get_by_role("status").inner_text(),
-                }
-    return seen
+
+    def use(shown: Opened) -> dict[str, Any]:
+        page = shown.page
+        rows(page).first.click()
+        tokens = page.get_by_role("group", name="Answer 1, token by token")
+        advantage_tints = expect_some(page.locator(".sample .more, .sample .less"))
+        faults = shown.axe()
+        page.get_by_label("log-probability").check()
+        logprob_tints = expect_some(page.locator(".sample [class*=rare-]"))
+        tokens.locator("[data-place]").first.focus()
+        page.keyboard.press("End")
+        return {
+            "faults": faults + shown.axe(),
+            "kilobytes": shown.kilobytes(),
+            "samples": page.locator(".sample").count(),
+            "tints": [advantage_tints, logprob_tints],
+            "readout": tokens.get_by_role("status").inner_text(),
+        }
+
+    return every_look(f"{url}/dashboard#/trajectories?fate=trained", f"{pictures}/trajectories", use)
 
 
 def judges(url: str, pictures: str) -> dict[str, Any]:
@@ -125,7 +119,7 @@ def many(url: str, pictures: str) -> dict[str, Any]:
             page.locator(".table button").first.click()
             page.locator(".sample").wait_for()
         page.screenshot(path=f"{pictures}/trajectories-many.png", full_page=True)
-        return {"rows": count, "longest_task_ms": max(tasks), "faults": shown.axe(), "errors": shown.errors}
+        return {"rows": count, "longest_task_ms": max(tasks), **shown.state()}
 
 
 @contextmanager
@@ -152,26 +146,15 @@ def durations(events: list[dict[str, Any]]) -> list[float]:
     return [event.get("tdur", 0) / 1000 for event in tasks]
 
 
-def off(url: str, pictures: str) -> dict[str, Any]:
-    """A server that does not train says how to start one that does."""
-    with chromium() as browser, opened(browser, f"{url}/dashboard#/trajectories") as shown:
-        commands = shown.page.locator(".command code")
-        commands.first.wait_for()
-        return {"commands": commands.all_inner_texts(), "faults": shown.axe(), "errors": shown.errors}
-
-
 def roles(url: str, key: str, pictures: str) -> dict[str, Any]:
     """What a key sees: its own groups, or a sentence in their place."""
-    with chromium() as browser, opened(browser, f"{url}/login?next=/dashboard") as shown:
+    with chromium() as browser, logged_in(browser, url, key) as shown:
         page = shown.page
-        page.get_by_label("API key").fill(key)
-        page.keyboard.press("Enter")
-        page.get_by_text("Serving").wait_for()
         page.goto(f"{url}/dashboard#/trajectories")  # the navigation has it for keys that may see it
         said = page.locator(".empty", has_not_text="Asking").or_(rows(page)).first
         said.wait_for()
         page.screenshot(path=f"{pictures}/trajectories-role.png", full_page=True)
-        return {"said": said.inner_text(), "faults": shown.axe(), "errors": shown.errors}
+        return {"said": said.inner_text(), **shown.state()}
 
 
 def rows(page: Page) -> Locator:

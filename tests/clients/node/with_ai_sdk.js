@@ -33,14 +33,6 @@ const parts = {
     return await object;
   },
 
-  async unknown_model() {
-    try {
-      await generateText({ ...said, model: provider("nobody") });
-    } catch (error) {
-      return String(error);
-    }
-  },
-
   // The tool runs in this process. The stream must bring its arguments in pieces.
   async tool_call() {
     const ran = [];

@@ -1,6 +1,6 @@
 // openai-node: `node with_openai.js BASE_URL ASKED PART…` prints one JSON object, an answer for each part.
 
-import OpenAI, { NotFoundError } from "openai";
+import OpenAI from "openai";
 import { zodResponseFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
@@ -35,23 +35,9 @@ const parts = {
     return answer.choices[0].text;
   },
 
-  async together() {
-    const answers = await Promise.all([1, 2, 3, 4].map(() => client.chat.completions.create(said)));
-    return answers.map((answer) => answer.choices[0].message.content);
-  },
-
   async parsed() {
     const format = { response_format: zodResponseFormat(Capital, "capital") };
     return (await client.chat.completions.parse({ ...longer, ...format })).choices[0].message.parsed;
-  },
-
-  async unknown_model() {
-    try {
-      await client.chat.completions.create({ ...said, model: "nobody" });
-    } catch (error) {
-      if (error instanceof NotFoundError) return String(error);
-      throw error;
-    }
   },
 
   async tool_call() {

@@ -7,7 +7,7 @@
 import json
 import sys
 
-from anthropic import Anthropic, BadRequestError, NotFoundError
+from anthropic import Anthropic
 
 URL, ASKED = sys.argv[1].removesuffix("/v1"), json.loads(sys.argv[2])
 CLIENT = Anthropic(base_url=URL, api_key="none", max_retries=0)
@@ -116,22 +116,6 @@ def thread():
     *before, _ = thread.messages
     whole = CLIENT.messages.create(**SAID | {"messages": before})
     return {"said": [message["role"] for message in before], "last": told(last), "whole": told(whole)}
-
-
-def unknown_model():
-    try:
-        CLIENT.messages.create(**SAID | {"model": "nobody"})
-    except NotFoundError as error:
-        return error.body | {"id": error.request_id}
-
-
-def image():
-    source = {"type": "base64", "media_type": "image/png", "data": "aaaa"}
-    content = [{"type": "text", "text": "What is this?"}, {"type": "image", "source": source}]
-    try:
-        CLIENT.messages.create(**SAID | {"messages": [{"role": "user", "content": content}]})
-    except BadRequestError as error:
-        return error.body["error"]["message"]
 
 
 print(json.dumps({part: globals()[part]() for part in sys.argv[3:]}))

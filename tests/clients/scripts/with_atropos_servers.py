@@ -12,22 +12,20 @@ import json
 import sys
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_baseline import APIServerConfig
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
-from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 
 URL, ASKED = sys.argv[1], json.loads(sys.argv[2])
-KINDS = {"vllm": VLLMServer, "sglang": SGLangServer, "openai": OpenAIServer, "trl": TrlVllmServer}
+KINDS = {"vllm": VLLMServer, "sglang": SGLangServer}
 OPTIONS = {"max_tokens": ASKED["max_tokens"], "temperature": 1.0, "seed": 1}
 
 
-def server(kind, url=URL):
+def server(kind):
     config = APIServerConfig(
-        base_url=url,
+        base_url=URL,
         api_key="none",
-        model_name=ASKED["tokenizer"] if kind != "openai" else "base-model",
+        model_name=ASKED["tokenizer"],
         tokenizer_name=ASKED["tokenizer"],
         server_type=kind,
         health_check=False,
@@ -64,18 +62,8 @@ async def several():
     return {"tokens": tokens, "logprobs": logprobs, "reasons": reasons}
 
 
-async def texts():
-    """Those that have no tokens."""
-    ask = {"messages": [{"role": "user", "content": ASKED["question"]}], "n": 2, "max_tokens": 8}
-    trl = server("trl", URL.removesuffix("/v1"))
-    return {
-        "openai": [c.message.content for c in (await server("openai").chat_completion(**ask)).choices],
-        "trl": [c.message.content for c in (await trl.chat_completion(**ask)).choices],
-    }
-
-
 PARTS = {"vllm": lambda: two_turns("vllm"), "sglang": lambda: two_turns("sglang")}
-PARTS |= {"scored": scored, "several": several, "texts": texts}
+PARTS |= {"scored": scored, "several": several}
 
 
 async def main():

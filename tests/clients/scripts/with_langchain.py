@@ -9,7 +9,6 @@ import sys
 from typing import Literal
 
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
-from openai import NotFoundError
 from pydantic import BaseModel
 
 URL, ASKED = sys.argv[1], json.loads(sys.argv[2])
@@ -40,19 +39,8 @@ def completion():
     return OpenAI(model=ASKED["model"], max_tokens=ASKED["max_tokens"], **SERVER).invoke(ASKED["prompt"])
 
 
-def together():
-    return [message.text for message in CHAT.batch([ASKED["question"]] * 4)]
-
-
 def parsed():
     return LONGER.with_structured_output(Capital, method="json_schema").invoke(ASKED["question"]).model_dump()
-
-
-def unknown_model():
-    try:
-        ChatOpenAI(model="nobody", **SERVER).invoke(ASKED["question"])
-    except NotFoundError as error:
-        return str(error)
 
 
 def tool_call():

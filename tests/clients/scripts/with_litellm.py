@@ -52,24 +52,9 @@ def completion():
     return litellm.text_completion(model=model, **said, **SERVER).choices[0].text
 
 
-def together():
-    async def ask():
-        answers = await asyncio.gather(*(litellm.acompletion(**SAID, **SERVER) for _ in range(4)))
-        return [answer.choices[0].message.content for answer in answers]
-
-    return asyncio.run(ask())
-
-
 def parsed():
     text = litellm.completion(**LONGER, **SERVER, response_format=Capital).choices[0].message.content
     return Capital.model_validate_json(text).model_dump()
-
-
-def unknown_model():
-    try:
-        litellm.completion(**SAID | {"model": "openai/nobody"}, **SERVER)
-    except litellm.NotFoundError as error:
-        return str(error)
 
 
 def tool_call():

@@ -131,20 +131,4 @@ def load():
     return [ollama.generate(MODEL, keep_alive=keep_alive).done_reason for keep_alive in ("5m", 0)]
 
 
-def unknown_model():
-    return failed(lambda: ollama.chat("nobody", QUESTION))
-
-
-def image():
-    said = {"role": "user", "content": "What is it?", "images": [b"an image"]}
-    return failed(lambda: list(ollama.chat(MODEL, [said], stream=True)))
-
-
-def failed(ask):
-    try:
-        ask()
-    except ollama.ResponseError as error:
-        return [error.status_code, error.error]
-
-
 print(json.dumps({part: globals()[part]() for part in sys.argv[3:]}))

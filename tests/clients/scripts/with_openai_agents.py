@@ -18,7 +18,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from openai import AsyncOpenAI, NotFoundError
+from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 URL, ASKED = sys.argv[1], json.loads(sys.argv[2])
@@ -72,13 +72,6 @@ async def tool_call():
         pieces = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
         answers[api] = {"output": result.final_output.model_dump(), "arguments": "".join(pieces), "pieces": len(pieces)}
     return answers
-
-
-async def unknown_model():
-    try:
-        await Runner.run(agent(name="nobody"), ASKED["question"])
-    except NotFoundError as error:
-        return str(error)
 
 
 async def all_parts():

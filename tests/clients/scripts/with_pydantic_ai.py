@@ -11,7 +11,6 @@ from typing import Literal
 
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, ToolOutput
-from pydantic_ai.exceptions import ModelHTTPError
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -58,13 +57,6 @@ async def parsed_by_tool():
     whole = (await agent.run(ASKED["question"])).output.model_dump()
     async with agent.run_stream(ASKED["question"]) as result:
         return {"whole": whole, "streamed": (await result.get_output()).model_dump()}
-
-
-async def unknown_model():
-    try:
-        await Agent(model("nobody")).run(ASKED["question"])
-    except ModelHTTPError as error:
-        return str(error)
 
 
 print(json.dumps({part: asyncio.run(globals()[part]()) for part in sys.argv[3:]}))

@@ -156,17 +156,6 @@ def many():
     return {"done": done, "seconds": time.monotonic() - started}
 
 
-def refused():
-    """The message that a mistake gets, and the request after it."""
-    training = model(service())
-    try:
-        training.forward_backward([taught(PROMPT, ANSWER)], "dro").result()
-        message = ""
-    except tinker.TinkerError as error:
-        message = str(error)
-    return {"message": message, "after": update(training, [taught(PROMPT, ANSWER)], "cross_entropy", 1e-3)}
-
-
 def killed():
     """Dies in the middle of a step."""
     training = model(service())
