@@ -1,4 +1,4 @@
-"""A cluster whose parts are killed and started again: it still knows its versions, and no answer is of a wrong one."""
+"""A cluster whose versions change and whose nodes are stopped: no answer is of a wrong version, and nothing is left."""
 
 from __future__ import annotations
 

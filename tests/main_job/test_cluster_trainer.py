@@ -190,27 +190,3 @@ def test_a_run_on_an_environment_samples_at_the_head_and_goes_on_when_that_is_st
     sent = {node["role"]: node["requests"] for node in nodes_of(again).values()}
     assert sent["replica"] > 0
     assert sent["head"] > 0
-
-
-def test_one_trainer_trains_an_adapter_and_the_next_one_goes_on_from_what_it_published(
-    cluster: Cluster, files: Path
-) -> None:
-    head, _ = joined(cluster, 0)
-    flags = (*COLLECTING, *reward_of(files))
-    first = cluster.trainer("first", *flags)
-    until(lambda: is_trained(head), 60)
-    while not any(each["live"] for each in head.get("/v1/cluster")["versions"]):
-        collected(head.http, 1)
-    second = cluster.trainer("second", *flags)
-    assert second.wait(90) == 1
-    assert "another trainer" in cluster.said("second")
-    first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == 128 + signal.SIGTERM
-    live = max(each["version"] for each in head.get("/v1/cluster")["versions"])
-    third = cluster.trainer("third", *flags)
-    until(lambda: f"continues from default@{live}" in cluster.said("third"), 60)
-    for number in range(UPDATE):
-        collected(head.http, number, "default")
-    until(lambda: max(each["version"] for each in head.get("/v1/cluster")["versions"]) > live, 60)
-    third.send_signal(signal.SIGINT)
-    assert third.wait(60) == 128 + signal.SIGINT

@@ -1,4 +1,4 @@
-"""Embeddings and scores of the real model, in a process: the openai client, a plain forward, prompt logprobs."""
+"""Embeddings of the real model, in a process: the openai client against a plain forward."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from configs import TRAINING, changed
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.trajectories import GroupCard
-from mlx_parallm.errors import EngineDeadError, TrainingFailedError
 from mlx_parallm.rl.rollouts.answers import RolloutResult, TakenTasks
 from mlx_parallm.rl.rollouts.steps import Batch, StepRollouts
 from mlx_parallm.rl.status import TrainingEvent
@@ -25,16 +24,12 @@ class Rollouts:
 
     def __init__(self, world: World) -> None:
         self.taken, self.live, self.quiet_s = 0, AdapterRef("a", 1), 100.0
-        self.left = 1000
         self._world, self._may_end = world, dict[int, asyncio.Event]()
 
     def number_of(self, group_id: str) -> int | None:
         return int(group_id.removeprefix("task ")) if group_id.startswith("task ") else None
 
     async def take(self, groups: int) -> TakenTasks:
-        if self.left < groups:
-            raise TrainingFailedError("the environment has no more tasks")
-        self.left -= groups
         first, self.taken = self.taken, self.taken + groups
         self._may_end |= {number: asyncio.Event() for number in range(first, self.taken)}
         return TakenTasks(first, (RuntimeError(),) * groups)
@@ -61,29 +56,24 @@ class World:
     """A run and, for it, the training service.
 
     `begun`: the first task of each batch, and the version that answers it. `cancelled`: the first tasks of batches.
-    `rewarded`: the tasks whose groups are in the buffer, and whether they have their rewards. `told`: numbers of
-    answers that were reported.
-    """
+    `rewarded`: the tasks whose groups are in the buffer, and whether they have their rewards."""
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self) -> None:
         self.begun: list[tuple[int, int]] = []
         self.cancelled: list[int] = []
         self.rewarded: dict[int, bool] = {}
-        self.told: list[int] = []
         self.usable = {AdapterRef("a", 1)}
-        self.alive = True
-        self.collected = GROUPS * SIZE
         self.emit: Callable[[TrainingEvent], None] = lambda _: None
         self.rollouts = Rollouts(self)
-        config = changed(TRAINING, **{"draw_ahead_after_s": 0.01, **settings})
-        self.steps = StepRollouts(self.rollouts, self, config, GROUPS, SIZE, self._check, self.told.append)
+        config = changed(TRAINING, draw_ahead_after_s=0.01)
+        self.steps = StepRollouts(self.rollouts, self, config, GROUPS, SIZE, lambda: None, lambda ended: None)
         self.steps.open(0)
 
     def add_sink(self, sink: Callable[[TrainingEvent], None]) -> None:
         self.emit = sink
 
     def status(self) -> SimpleNamespace:
-        return SimpleNamespace(trajectories_collected=self.collected)
+        return SimpleNamespace(trajectories_collected=GROUPS * SIZE)
 
     default_adapter = "a"
 
@@ -100,15 +90,11 @@ class World:
             reason_against=lambda version: None if version in self.usable else DropReason.UNKNOWN_VERSION
         )
 
-    def _check(self) -> None:
-        if not self.alive:
-            raise EngineDeadError("the device thread has stopped")
-
     # -- what the test does --------------------------------------------------------------------------
 
-    async def begin(self, is_last: bool = False) -> tuple[Batch, asyncio.Task[RolloutResult]]:
+    async def begin(self) -> tuple[Batch, asyncio.Task[RolloutResult]]:
         """Begins a step. The task ends when all its answers have their rewards."""
-        self.steps.begin_step(is_last)
+        self.steps.begin_step(False)
         return await self.go_on(GROUPS)
 
     async def go_on(self, groups: int) -> tuple[Batch, asyncio.Task[RolloutResult]]:
@@ -135,15 +121,6 @@ class World:
         self.rollouts.live = AdapterRef("a", self.rollouts.live.version + 1)
         self.usable.add(self.rollouts.live)
         return tasks
-
-    async def whole_step(self, is_last: bool = False) -> range:
-        """A step whose rewards come at once."""
-        batch, ended = await self.begin(is_last)
-        numbers = range(batch.first, batch.end)
-        await self.sample(*numbers)
-        self.reward(*numbers)
-        await ended
-        return self.update()
 
 
 async def until(true: Callable[[], bool]) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from rl.fakes import groups_of, set_scores, trajectories
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import ConflictError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.runs.records import Feedback
-from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup
+from mlx_parallm.rl.trajectories import TrajectoryGroup
 
 NAME = "math"
 REF = AdapterRef(NAME, 1)
@@ -31,24 +29,6 @@ def scored(buffer: TrajectoryBuffer, name: str, *rewards: float) -> TrajectoryGr
 
 def states(group: TrajectoryGroup) -> list[str]:
     return [member.reason or member.state for member in group.members]
-
-
-def test_the_oldest_groups_that_no_update_has_make_room() -> None:
-    buffer = TrajectoryBuffer(6)
-    first = scored(buffer, "a", 1.0, 0.0)
-    buffer.take(NAME)
-    second, third = added(buffer, "b"), scored(buffer, "c", 1.0, 0.0)
-    fourth = added(buffer, "d", 3)
-    assert [states(group) for group in (first, second, third)] == [
-        ["training"] * 2,
-        ["buffer_full"] * 2,
-        ["buffer_full"] * 2,
-    ]
-    assert states(fourth) == ["waiting"] * 3
-    assert buffer.drops[NAME] == {DropReason.BUFFER_FULL: 4}
-    with pytest.raises(ConflictError, match="buffer_full"):
-        groups_of(buffer).apply(Feedback("b-0", 1.0))
-    buffer.check_integrity()
 
 
 def test_the_groups_of_one_key_do_not_push_out_those_of_a_key_with_fewer() -> None:

@@ -1,4 +1,4 @@
-"""Groups as people read them: the list and its pages, who sees what, and what is known about each sample."""
+"""What people read about each sample of a group: its advantages, thumbs and edits."""
 
 from __future__ import annotations
 

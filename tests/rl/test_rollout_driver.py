@@ -21,12 +21,12 @@ class World:
 
     per_update = WANTED
 
-    def __init__(self, **settings: object) -> None:
+    def __init__(self) -> None:
         self.taken, self.quiet_s = 0, 0.0
-        self.has_enough, self.is_paused, self.is_changing = False, False, False
+        self.has_enough = self.is_changing = False
         self.with_signal = self.groups_in_scoring = self.waiting = 0
         self.sampling: list[asyncio.Future[RolloutResult]] = []
-        config = changed(TRAINING, **{"draw_ahead_after_s": 0.01, **settings})
+        config = changed(TRAINING, draw_ahead_after_s=0.01)
         self.looks = 0
         self.driver = RolloutDriver(self, self, lambda: self.groups_in_scoring, config, SIZE, 16, self.holds_back)
         self.driver.start()
@@ -34,7 +34,7 @@ class World:
     def holds_back(self) -> bool:
         """Called whenever the driver looks whether more groups are wanted."""
         self.looks += 1
-        return self.is_paused
+        return False
 
     async def sample(self, groups: int) -> RolloutResult:
         self.taken += groups
@@ -69,9 +69,9 @@ class World:
 
 
 @pytest.fixture
-async def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+async def world(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("mlx_parallm.rl.rollouts.driver._POLL_S", 0.01)
-    one = World(**getattr(request, "param", {}))
+    one = World()
     yield one
     await one.driver.close()
 

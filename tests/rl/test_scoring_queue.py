@@ -1,4 +1,4 @@
-"""Who is scored next, and that every job ends: on jobs and processes that are made up."""
+"""Who is scored next, and that every job is taken once."""
 
 from __future__ import annotations
 
@@ -104,6 +104,3 @@ def test_every_job_is_taken_once_or_is_withdrawn_and_nothing_is_left(steps, plac
     (last,) = put(queue, job("d"))
     assert queue.take() is last
     queue.end(last, 1.0)
-
-
-# ---- the pool ------------------------------------------------------------------------------------

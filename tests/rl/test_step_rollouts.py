@@ -6,24 +6,21 @@ import pytest
 from rl.step_world import World, a_while, until
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import EngineDeadError
 
 
 @pytest.fixture
-async def world(request: pytest.FixtureRequest):
-    """A run after its first step, in which nothing waited. A parameter has settings."""
-    one = World(**getattr(request, "param", {}))
+async def world():
+    """A run after its first step, in which nothing waited."""
+    one = World()
     one.rollouts.quiet_s = 0.0
-    assert await one.whole_step() == range(2)
+    _, ended = await one.begin()
+    await one.sample(0, 1)
+    one.reward(0, 1)
+    await ended
+    assert one.update() == range(2)
     one.rollouts.quiet_s = 100.0
     yield one
     await one.steps.close()
-
-
-# ---- when ----------------------------------------------------------------------------------------
-
-
-# ---- what goes wrong -----------------------------------------------------------------------------
 
 
 async def test_what_was_sampled_ahead_by_a_version_that_is_gone_is_dropped(world: World) -> None:
@@ -43,15 +40,6 @@ async def test_what_was_sampled_ahead_by_a_version_that_is_gone_is_dropped(world
     world.reward(6, 7)
     await ended
     assert world.update() == range(4, 8), "tasks that were sampled ahead in vain are not taken again"
-
-
-async def test_the_end_of_the_device_thread_ends_the_wait(world: World) -> None:
-    _, ended = await world.begin()
-    await world.sample(2, 3)
-    await until(lambda: len(world.begun) == 3)
-    world.alive = False
-    with pytest.raises(EngineDeadError):
-        await ended
 
 
 # ---- refills -------------------------------------------------------------------------------------
@@ -83,6 +71,3 @@ async def test_groups_without_a_signal_are_replaced_by_those_of_the_next_step(wo
     world.reward(6)
     await ended
     assert world.update() == range(5, 7)
-
-
-# ---- reports -------------------------------------------------------------------------------------

@@ -106,6 +106,9 @@ def test_the_jsonl_file_has_a_line_for_each_record_and_is_appended_to(tmp_path: 
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
 
 
+MODULES = {TrackerName.TENSORBOARD: "tensorboardX"}
+
+
 class FakePackage:
     """Stands in for the package of a tracker: keeps every call, as its name and its arguments."""
 
@@ -128,55 +131,54 @@ class FakePackage:
         return lambda *args, **options: self.calls.append((name, args, options))
 
 
-def test_tensorboard_gets_scalars_below_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = FakePackage(monkeypatch, "tensorboardX")
-    written(tmp_path, TrackerName.TENSORBOARD)
-    assert package.calls == [
-        ("SummaryWriter", (str(tmp_path / "tensorboard"),), {}),
+CONFIG = {"model": {"lora_rank": 16}}
+CALLS: dict[TrackerName, list[tuple[str, tuple[object, ...], dict[str, object]]]] = {
+    # Scalars are below the run's folder.
+    TrackerName.TENSORBOARD: [
+        ("SummaryWriter", ("FOLDER/tensorboard",), {}),
         ("add_scalar", ("train/loss", 0.5, 3, 7.5), {}),
         ("add_scalar", ("eval/mean", 0.25, 3, 7.5), {}),
         ("flush", (), {}),
         ("add_scalar", ("tone/eval/mean", 0.75, 2, 8.5), {}),
         ("flush", (), {}),
         ("close", (), {}),
-    ]
-
-
-def test_wandb_runs_are_offline_in_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = FakePackage(monkeypatch, "wandb")
-    written(tmp_path, TrackerName.WANDB)
-    (_, _, opened), *rest = package.calls
-    assert opened == {
-        "project": "mlx-parallm",
-        "id": "0a1b2c3d",
-        "name": "film",
-        "dir": str(tmp_path),
-        "config": {"model": {"lora_rank": 16}},
-        "mode": "offline",
-    }
-    assert rest == [
+    ],
+    # Runs are offline, in the run's folder.
+    TrackerName.WANDB: [
+        (
+            "init",
+            (),
+            {
+                **{"project": "mlx-parallm", "id": "0a1b2c3d", "name": "film", "dir": "FOLDER"},
+                **{"config": CONFIG, "mode": "offline"},
+            },
+        ),
         ("define_metric", ("*",), {"step_metric": "step"}),
         ("log", ({"train/loss": 0.5, "eval/mean": 0.25, "step": 3},), {}),
         ("log", ({"tone/eval/mean": 0.75, "step": 2},), {}),
         ("finish", (), {}),
-    ]
-
-
-def test_trackio_continues_a_run_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = FakePackage(monkeypatch, "trackio")
-    written(tmp_path, TrackerName.TRACKIO)
-    config = {"model": {"lora_rank": 16}}
-    assert package.calls == [
-        ("init", (), {"project": "mlx-parallm", "name": "film", "config": config, "resume": "allow"}),
+    ],
+    # A run is continued by its name.
+    TrackerName.TRACKIO: [
+        ("init", (), {"project": "mlx-parallm", "name": "film", "config": CONFIG, "resume": "allow"}),
         ("log", ({"train/loss": 0.5, "eval/mean": 0.25},), {"step": 3}),
         ("log", ({"tone/eval/mean": 0.75},), {"step": 2}),
         ("finish", (), {}),
-    ]
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TrackerName)
+def test_what_the_package_of_a_tracker_is_asked(
+    name: TrackerName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = FakePackage(monkeypatch, MODULES.get(name, name.value))
+    written(tmp_path, name)
+    assert repr(package.calls).replace(str(tmp_path), "FOLDER") == repr(CALLS[name])
 
 
 @pytest.mark.parametrize("name", TrackerName)
 def test_a_missing_package_is_an_error_that_names_its_extra(name: TrackerName, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = {"tensorboard": "tensorboardX"}.get(name.value, name.value)
-    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, MODULES.get(name, name.value), None)
     with pytest.raises(ConfigError, match=rf"trackers: {name.value}: .*pip install 'mlx-parallm\[{name.value}\]'"):
         check_installed([name])

@@ -150,6 +150,3 @@ def moved(policy: Policy, seed: int) -> Policy:
     for pair in policy.params.values():
         pair["b"] = mx.array(random.normal(size=pair["b"].shape, scale=0.05), mx.float32)
     return policy
-
-
-# ---- updates ---------------------------------------------------------------------------------------

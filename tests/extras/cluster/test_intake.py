@@ -98,23 +98,6 @@ async def test_a_message_is_acknowledged_when_its_update_is_in_a_checkpoint(trai
     assert (first.acknowledged, second.acknowledged) == (1, 1)
 
 
-async def test_what_comes_again_is_not_added_again(trainer):
-    first, again = answers("a"), answers("a")
-    await trainer.take(first, again)
-    await until(lambda: trainer.service.loop().with_signal == 2)
-    await trainer.service.update()
-    late = answers("a")
-    await trainer.take(late)
-    assert trainer.service.loop().with_signal == 0
-    await trainer.service.save(None, None, (), {})
-    await trainer.intake.acknowledge()
-    assert (first.acknowledged, again.acknowledged, late.acknowledged) == (0, 0, 1)
-    forgotten = answers("a")
-    await trainer.take(forgotten)
-    assert forgotten.acknowledged == 1
-    assert trainer.service.loop().with_signal == 0
-
-
 async def test_the_next_process_knows_what_the_one_before_has_taken(trainer, tmp_path):
     await trainer.take(answers("a"), answers("b"))
     await until(lambda: trainer.service.loop().with_signal == 4)

@@ -30,8 +30,6 @@ class FakeVersions:
     def __init__(self) -> None:
         self.splits: dict[str, Callable[[str], AdapterRef]] = {}
         self.leased: Counter[str] = Counter()
-        self.staged: list[AdapterRef] = []
-        self.error: Exception | None = None
 
     @contextmanager
     def lease(self, selector: str) -> Iterator[AdapterRef]:
@@ -47,9 +45,7 @@ class FakeVersions:
             self.splits[name] = choose
 
     async def stage(self, ref: AdapterRef) -> None:
-        if self.error:
-            raise self.error
-        self.staged.append(ref)
+        pass
 
 
 class FakeTrained:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from mlx_parallm.core.requests import (
     RequestFailed,
     RequestFinished,
     SamplingParams,
-    SequenceOutput,
     StopParams,
 )
 from mlx_parallm.core.trajectories import GivenTrajectory
@@ -45,19 +43,14 @@ class Rig:
 
     engine: RunningEngine
     served: Served
-    training: TrainingService
+    service: TrainingService
     drew: Counter[AdapterRef] = field(default_factory=Counter)
     failed: list[Exception] = field(default_factory=list)
     events: list[TrainingEvent] = field(default_factory=list)
-    answers: Iterator[int] = field(default_factory=count)
-
-    @property
-    def service(self) -> TrainingService:
-        return self.training
 
     @property
     def competition(self) -> CompetitionService:
-        competition: CompetitionService = self.training.extras["competition"]
+        competition: CompetitionService = self.service.extras["competition"]
         return competition
 
     async def request(self, number: int, rewards: dict[AdapterRef, float], user: str = "") -> AdapterRef:
@@ -80,21 +73,6 @@ class Rig:
                         with suppress(ConflictError):  # the comparison ended meanwhile, and this version has lost
                             await self.service.trajectories.feedback(event.trajectory_ids[0], rewards[adapter])
         return adapter
-
-    async def answer(self, version: AdapterRef) -> list[float]:
-        """The logprobs of an answer of one version."""
-        with self.served.adapters.lease(str(version)):
-            request = GenerationRequest(
-                request_id=f"answer {next(self.answers)}",
-                prompts=((5, 6, 7),),
-                sampling=SamplingParams(seed=1),
-                stopping=StopParams(3, ignore_eos=True),
-                adapter=version,
-                collection=CollectionSpec(),
-            )
-            events = [event async for event in self.served.engine.generate(request)]
-        outputs = [event for event in events if isinstance(event, SequenceOutput)]
-        return [round(logprob, 4) for output in outputs for logprob in output.sampling_logprobs]
 
     @property
     def competes(self) -> bool:
@@ -156,11 +134,11 @@ async def rig(path: Path, **keys: object) -> AsyncIterator[Rig]:
     assert served.training is not None
     made = Rig(engine, served, served.training)
     served.training.add_sink(made.events.append)
-    await made.training.start_adapter("default")
+    await made.service.start_adapter("default")
     try:
         yield made
     finally:
-        await made.training.close()
+        await made.service.close()
         await asyncio.to_thread(engine.stop)
 
 

@@ -1,4 +1,4 @@
-"""Adapter versions in the server of an outside engine: what is sent, when it goes, and what a failure leaves."""
+"""Adapter versions in the server of an outside engine: what is sent, and when it goes."""
 
 from __future__ import annotations
 

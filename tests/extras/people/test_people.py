@@ -13,11 +13,8 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.errors import (
     ConflictError,
-    QueueFullError,
-    StorageError,
 )
 from mlx_parallm.extras.people.service import Edit
-from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.sources import SourceReport
 
 STRICT = changed(MANUAL, max_staleness=0)
@@ -178,22 +175,6 @@ async def test_edits_survive_a_crash_and_are_learnt_once(tmp_path: Path) -> None
     async with run.process() as one:
         assert one.learner.policies["main"] == policy
         assert one.states() == {}
-
-
-async def test_edits_that_the_disk_refuses_or_that_find_no_room_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def full(*_: object) -> None:
-        raise StorageError("the journal of the run cannot be written: disk full")
-
-    async with world(changed(MANUAL, trajectory_buffer_size=4)) as one:
-        for number in range(2):
-            await one.people.edit(preference(number))
-        with pytest.raises(QueueFullError):
-            await one.people.edit(preference(2))
-        await one.service.update()
-        monkeypatch.setattr(Journal, "accept", full)
-        with pytest.raises(StorageError):
-            await one.people.edit(preference(3))
-        assert (await one.service.update()).reason == "no_trajectories"
 
 
 # ---- the report ----------------------------------------------------------------------------------

@@ -106,17 +106,6 @@ def taught(prompt: list[int], answer: list[int]) -> dict[str, Any]:
     return {"model_input": {"chunks": [{"tokens": tokens[:-1]}]}, "loss_fn_inputs": inputs}
 
 
-def drawn(sequence: dict[str, Any], advantage: float) -> dict[str, Any]:
-    """A datum of reinforcement learning, as the cookbook's rl_loop makes it."""
-    tokens, before = sequence["tokens"], len(PROMPT) - 1
-    inputs = {
-        "target_tokens": ints(*[0] * before, *tokens),
-        "logprobs": floats(*[0.0] * before, *sequence["logprobs"]),
-        "advantages": floats(*[0.0] * before, *[advantage] * len(tokens)),
-    }
-    return {"model_input": {"chunks": [{"tokens": [*PROMPT, *tokens[:-1]]}]}, "loss_fn_inputs": inputs}
-
-
 async def test_a_supervised_run_is_saved_loaded_and_sampled(tmp_path: Path) -> None:
     data = [taught(PROMPT, ANSWER), taught([20, 21], [50, 51])]
     async with serving(make(tmp_path), trains=False) as http:
@@ -162,23 +151,6 @@ async def test_a_supervised_run_is_saved_loaded_and_sampled(tmp_path: Path) -> N
         )
         answer = await model.sample(made["sampling_session_id"], 1, temperature=0.0)
         assert answer["sequences"][0]["tokens"] == tokens, "after a restart too"
-
-
-async def test_importance_sampling_raises_the_reward(tmp_path: Path) -> None:
-    async with serving(make(tmp_path), trains=False) as http:
-        model = await Model(http).start()
-        means = []
-        for number in range(12):
-            saved = await model.ask("save_weights_for_sampler", sampling_session_seq_id=number)
-            answer = await model.sample(saved["sampling_session_id"], number, count=16, top_k=-1, stop=[])
-            rewards = [sum(token < 128 for token in each["tokens"]) / 4 for each in answer["sequences"]]
-            means.append(sum(rewards) / len(rewards))
-            data = [drawn(each, r - means[-1]) for each, r in zip(answer["sequences"], rewards, strict=True)]
-            if len(set(rewards)) > 1:
-                await model.update(data, "importance_sampling", 0.01)
-        assert sum(means[-3:]) / 3 > sum(means[:3]) / 3 + 0.2
-        versions = [each["id"] for each in (await http.get("/v1/models")).json()["data"]]
-        assert sum("tinker" in each for each in versions) <= 4, "older versions are not kept"
 
 
 async def test_two_models_at_once_are_as_one_after_the_other(tmp_path: Path) -> None:
