@@ -198,14 +198,14 @@ class BaseModel:
 
     def _measured(self, built: Built, steps: bool) -> CostModel:
         """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention.
-        `steps`: with units of a few tokens, as drafts make them."""
+        `steps`: with units of a few tokens, as drafts make them; on a GPU with them in any case."""
         runner, manager = built.runner, built.manager
         if self._cost is None:
             check = self._shared.processor.raise_if_stopped
             prover = Prover(manager.model, built.bank, manager.plan, runner)
             choose_attention(runner, self._config.server.attention, prover)
             self._attention, self._cost = runner.attention, calibrate(runner, check)
-            if steps:
+            if steps or not on_cpu():
                 self._cost = calibrate_steps(runner, self._cost, check)
         runner.attention = self._attention
         return self._cost

@@ -68,8 +68,8 @@ class CostModel:
 
     `steps`: pairs of a number of tokens and the seconds of a unit that samples a token after each of so many, in
     ascending order. They are measured too, because the time of a few tokens need not grow evenly: some devices multiply
-    two rows by a matrix in the time of one, and eight in three times as long. Without them, `growth` follows the
-    formula.
+    two rows by a matrix in the time of one, and eight in three times as long. A unit of at most so many tokens takes
+    longer or shorter than the formula says by as much as such a step does. Without them, only the formula counts.
     """
 
     fixed: float = 0.01
@@ -85,16 +85,30 @@ class CostModel:
 
     def seconds(self, chunks: Iterable[Chunk] = (), samples: int = 0) -> float:
         """Predicted seconds of a unit of these chunks."""
-        return self.scale * (self.fixed + self.per_sample * samples + self._of_chunks(chunks))
+        return self.scale * self._unscaled(chunks, samples)[0]
 
     def chunk_seconds(self, chunk: Chunk) -> float:
         """Predicted seconds by which this chunk makes a unit longer."""
-        return self.scale * self._of_chunks((chunk,))
+        return self.scale * self._of_chunks(chunk.tokens, chunk.tokens * (chunk.context + chunk.tokens / 2))
 
-    def _of_chunks(self, chunks: Iterable[Chunk]) -> float:
-        """The terms of the chunks, before `scale`. Called several times a step with a chunk for each row."""
-        token, pair = self.per_token, self.per_pair
-        return self.chunk_scale * sum(tokens * (token + pair * (context + tokens / 2)) for tokens, context in chunks)
+    def _unscaled(self, chunks: Iterable[Chunk], samples: int) -> tuple[float, float]:
+        """The seconds before `scale`: of a unit, and those of them that the chunks take. Called several times a step
+        with a chunk for each row."""
+        tokens, pairs = 0, 0.0
+        for count, context in chunks:
+            tokens += count
+            pairs += count * (context + count / 2)
+        of_chunks = self._of_chunks(tokens, pairs)
+        return self.fixed + self.per_sample * samples + self._bend(tokens) + of_chunks, of_chunks
+
+    def _of_chunks(self, tokens: int, pairs: float) -> float:
+        return self.chunk_scale * (self.per_token * tokens + self.per_pair * pairs)
+
+    def _bend(self, tokens: int) -> float:
+        """How much longer a unit of so few tokens takes than the formula says."""
+        if not self.steps or not self.steps[0][0] <= tokens <= self.steps[-1][0]:
+            return 0.0
+        return self._step(tokens) - self._even_step(tokens)
 
     def growth(self, before: int, after: int) -> float:
         """How many times as long a unit of `after` tokens takes as one of `before` decode rows, if the tokens that are
@@ -110,6 +124,9 @@ class CostModel:
         for (fewer, short), (more, long) in pairwise(self.steps):
             if tokens <= more:
                 return short + (long - short) * (tokens - fewer) / (more - fewer)
+        return self._even_step(tokens)
+
+    def _even_step(self, tokens: int) -> float:
         return self.fixed + tokens * (self.per_token + self.per_sample)
 
     def tokens_within(self, seconds: float, context: int, least: int, most: int) -> int:
@@ -134,8 +151,7 @@ class CostModel:
         `scale` is of all terms, because load, heat and clock rate change them alike. The older the last observation,
         the less the old scale counts, and the less the difference from it says about `chunk_scale`.
         """
-        of_chunks = self._of_chunks(chunks)
-        unscaled = self.fixed + self.per_sample * samples + of_chunks
+        unscaled, of_chunks = self._unscaled(chunks, samples)
         share = of_chunks / unscaled
         usual = share if self._share is None else self._share
         ratio = min(max(seconds / unscaled, _MIN_RATIO), _MAX_RATIO)

@@ -239,8 +239,9 @@ _REPEATS, _LONG_ENOUGH_S = 3, 0.5
 """How often a unit is timed. On a CPU, where nothing is compiled, one is not timed again that has taken long: beside
 other programs each takes seconds, and a start should not take minutes."""
 
-_STEPS = (1, 2, 4, 8, 16, MOST_TOKENS)
-"""Tokens of a row whose units are timed, to know what the tokens of drafts cost."""
+_STEPS, _STEPS_ON_CPU = (1, 2, 3, 4, 6, 8, 12, 16, 24, MOST_TOKENS), (1, 2, 4, 8, 16, MOST_TOKENS)
+"""Tokens whose units are timed, to know what a few rows, and the tokens of drafts, cost. On a GPU more of them, as
+the times of quantized products of 2 to 12 rows are uneven (https://github.com/ml-explore/mlx/issues/4265)."""
 
 Check = Callable[[], None]
 """Raises what ends the measurements early."""
@@ -320,11 +321,13 @@ def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
 
 
 def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda: None) -> CostModel:
-    """Measures units of a few tokens too, each of which gives a token, in about a second on such a CPU."""
-    if runner.cache.longest_row < MOST_TOKENS:
+    """Measures units of a few tokens too, each of which gives a token, in about a second on such a CPU: drafts of one
+    row, or a token of each of several rows, if the model's states cannot be rolled back."""
+    one_row, counts = runner.cache.layout.rolls_back, _STEPS_ON_CPU if on_cpu() else _STEPS
+    if runner.cache.longest_row < MOST_TOKENS * (1 if one_row else BLOCK_TOKENS):
         return cost
-    times = [_least(runner, check, [tokens], samples=tokens) for tokens in _STEPS]
-    return replace(cost, steps=tuple(zip(_STEPS, accumulate(times, max), strict=True)))
+    times = [_least(runner, check, *(([tokens], 0, tokens) if one_row else ([1] * tokens, 0, 1))) for tokens in counts]
+    return replace(cost, steps=tuple(zip(counts, accumulate(times, max), strict=True)))
 
 
 def _least(runner: BatchRunner, check: Check, chunks: Seq[int], context: int = 0, samples: int = 0) -> float:

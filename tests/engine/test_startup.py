@@ -208,6 +208,13 @@ def test_units_of_a_few_tokens_are_timed_for_drafts() -> None:
     assert list(seconds) == sorted(seconds)
 
 
+def test_rows_are_timed_if_states_cannot_be_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "on_cpu", lambda: False)
+    runner = make_harness(tiny_model("qwen3_next")).runner
+    assert not runner.cache.layout.rolls_back
+    assert [tokens for tokens, _ in calibrate_steps(runner, CostModel()).steps] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+
+
 def test_units_of_a_few_tokens_are_timed_in_one_block() -> None:
     runner = make_harness(budget_tokens=64).runner
     assert calibrate_steps(runner, CostModel()).steps
