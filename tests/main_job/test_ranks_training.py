@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,36 +119,3 @@ def test_the_train_command_runs_on_two_ranks_and_one_serves_its_checkpoint(model
     assert "2 published" in printed
     with in_thread(*model, "--checkpoint-dir", str(tmp_path / "run" / "checkpoints")) as server:
         assert far(scored(server), scored(server, "base")) > 0.001
-
-
-@pytest.mark.parametrize(("how", "within_s", "ends_s"), [(signal.SIGKILL, 2, 4), (signal.SIGSTOP, 10, 10)])
-def test_a_rank_that_is_lost_in_an_update_ends_it_and_the_same_command_goes_on(
-    model: list[str], tmp_path: Path, how: signal.Signals, within_s: float, ends_s: float
-) -> None:
-    command = [*model, *flags(tmp_path / "run")]
-    with started(command, tmp_path) as (server, (leader, follower)):
-        update(server, 1)
-        saved = scored(server)
-        threading.Timer(0.5, follower.send_signal, [how]).start()
-        error, last = refused_update(server)
-        seconds = time.monotonic() - last - 0.5
-        print(f"{how.name}: an error after {seconds:.2f} s at most: {error}")
-        assert "rank 1 is lost" in error
-        assert seconds < within_s
-        assert leader.wait(max(0.1, ends_s - seconds)) == 1
-    with started(command, tmp_path) as (server, _):
-        step = server.get("/v1/training/status")["step"]
-        assert step >= 1
-        if step == 1:
-            assert far(scored(server), saved) < 1e-4
-        assert update(server, step + 1)["status"] == "published"
-
-
-def refused_update(server: Server) -> tuple[str, float]:
-    """Updates until one fails: its error, and when the first one began."""
-    began = time.monotonic()
-    for step in range(2, 1000):
-        answer = server.http.post("/v1/training/update", json={"trajectories": trajectories(step)})
-        if answer.status_code != 200:
-            return answer.json()["error"]["message"], began
-    raise AssertionError("no update failed")

@@ -8,7 +8,7 @@ import pytest
 from rl.rollout_rig import END, last_message, rig
 
 from mlx_parallm.rl.environments import environment, is_of_episodes
-from mlx_parallm.rl.environments.builtin import Calculator, calculated
+from mlx_parallm.rl.environments.builtin import calculated
 from mlx_parallm.rl.scoring.sample import ScorerInput
 from mlx_parallm.rl.scoring.scorers import load
 
@@ -69,17 +69,6 @@ async def test_the_calculators_results_are_the_next_messages():
             assert list(rewards.values()) == [1.0, 1.0, 0.0, 1.0, 0.0]
             lengths = [sum(turn.collection.episode_id == episode for turn in turns) for episode in rewards]
             assert lengths == [2, 1, 3, 2, 1]
-
-
-def test_examples_are_conversations_that_are_rewarded_and_no_tasks():
-    calculator = Calculator()
-    tasks = {task.messages[-1]["content"] for task in islice(calculator.tasks(0), 200)}
-    for messages in islice(calculator.examples(0), 50):
-        assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
-        question, call, result, answer = (message["content"] for message in messages[1:])
-        assert question not in tasks
-        assert calculated(call.removeprefix("calc: ")) == answer == result.removeprefix("result: ")
-        assert answer == calculated(question.removeprefix("What is ").removesuffix("?"))
 
 
 @pytest.mark.parametrize(

@@ -88,15 +88,3 @@ async def test_a_key_rewards_and_closes_only_its_own(tmp_path: Path) -> None:
         await collected.close_group("g", BOSS)
         with pytest.raises(UnknownTrajectoryError):
             await collected.feedback((await answer(one, "one")) + "x", 1.0, "", ONE)
-
-
-async def test_an_admin_must_say_whose_group_is_meant(tmp_path: Path) -> None:
-    run = Run(tmp_path / "journal.sqlite")
-    async with run.process() as one:
-        for key in ("one", "two"):
-            await answer(one, key, group_id="g")
-        with pytest.raises(ConflictError, match="Several keys have a group 'g'"):
-            await one.service.trajectories.close_group("g", BOSS)
-        await answer(one, "boss", group_id="g")
-        await one.service.trajectories.close_group("g", BOSS)
-        assert set(groups(one)) == {("one", "g"), ("two", "g")}, "its own comes first"

@@ -51,16 +51,6 @@ def test_a_restart_finds_the_updates_and_evaluations_of_the_run(tmp_path: Path) 
     assert recorded_events(tmp_path / "none.jsonl") == []
 
 
-def test_of_a_large_file_the_end_is_read(tmp_path: Path) -> None:
-    tracker = Tracking({"jsonl": lambda: JsonlTracker(tmp_path / "metrics.jsonl")})
-    for number in range(1, 20):
-        tracker.on_event(update(number))
-    tracker.close()
-    found = recorded_events(tmp_path / "metrics.jsonl", max_bytes=500)
-    assert [event.data["version"] for event in found][-2:] == ["tone@18", "tone@19"]
-    assert len(found) < 5
-
-
 def test_what_was_made_again_after_a_crash_is_there_once() -> None:
     history = EventHistory()
     history.on_event(update(2))

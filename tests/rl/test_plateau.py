@@ -123,17 +123,6 @@ def test_of_answers_that_earn_the_same_the_shorter_ones_are_better() -> None:
     assert (made.batch.step_scale, made.drop_reasons) == (1.0, (None,))
 
 
-def test_answers_that_earned_more_are_learnt_again_as_if_the_policy_had_sampled_them_now() -> None:
-    now = ScoredGroup(answers(*of_lengths(3, 4, 5)), (0.3, 0.3, 0.3), "exact", on_policy=True)
-    better = ScoredGroup(answers(*of_lengths(2)), (1.0,), "exact", remembered=True)
-    made = prepared(now, better)
-    assert made.advantages[1].values[0] > 0 > max(made.advantages[0].values)
-    assert len(set(made.advantages[0].values)) == 1, "lengths do not count then"
-    assert [bool(sample.sampling_logprobs) for sample in made.batch.samples] == [True, True, True, False]
-    assert made.batch.metrics["reward_mean"] == pytest.approx(0.3), "the reward of the answers of this update"
-    assert made.batch.metrics["trajectories"] == 3
-
-
 # ---- in training ---------------------------------------------------------------------------------
 
 

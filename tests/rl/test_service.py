@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 
 import pytest
 from configs import changed
@@ -17,27 +16,7 @@ from mlx_parallm.errors import (
     ConflictError,
     InvalidRequestError,
     UnknownModelError,
-    UnknownTrajectoryError,
 )
-
-
-async def test_rewards_may_come_by_feedback() -> None:
-    async with world() as one:
-        ids = [*await one.request(scorer=None), *await one.request(scorer=None)]
-        await one.service.trajectories.feedback(ids[0], 9.0)
-        for number, trajectory_id in enumerate(ids[:3]):
-            await one.service.trajectories.feedback(trajectory_id, number / 2)
-        await settle()
-        assert one.learner.batches == []
-        await one.service.trajectories.feedback(ids[3], 0.0)
-        await settle()
-        assert [advantage_of(sample) for sample in one.learner.batches[0].samples] == [-0.25, 0.25, 0.5, -0.5]
-        with pytest.raises(ConflictError):
-            await one.service.trajectories.feedback(ids[0], 1.0)
-        with pytest.raises(UnknownTrajectoryError):
-            await one.service.trajectories.feedback("traj-x-0", 1.0)
-        with pytest.raises(InvalidRequestError):
-            await one.service.trajectories.feedback(ids[0], math.nan)
 
 
 @pytest.mark.parametrize(("score", "advantage"), [(1.0, 0.5), (0.0, -0.5), (-1.0, -1.5)])

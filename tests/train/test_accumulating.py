@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from configs import changed, limited, loss_config
 from trainers import (
@@ -16,14 +15,13 @@ from trainers import (
     finish,
     gradients,
     learning,
-    leaves,
     make_policy,
     make_trainer,
     samples,
     unclipped,
 )
 
-from mlx_parallm.config import Algorithm, OptimizerConfig
+from mlx_parallm.config import Algorithm
 from mlx_parallm.errors import StepFailedError
 from mlx_parallm.train.data import Datum, UpdateBatch
 from mlx_parallm.train.losses import UpdateTotals
@@ -63,22 +61,6 @@ def test_calls_may_have_losses_of_their_own_and_are_divided_by_their_own_totals(
     (outcome,) = finish(trainer, trainer.step(both, UNCLIPPED))
     assert_close(both.seen, {name: leaf + alone[1][name] for name, leaf in alone[0].items()}, 1e-5)
     assert outcome.metrics["tokens"] == sum(len(sample.trained()) for sample in drawn)
-
-
-def test_each_step_has_its_own_optimizer_settings_and_starts_from_nothing() -> None:
-    trainer, _ = make_trainer()
-    policy = make_policy(trainer, moved=0.05)
-    before = leaves(policy)
-    moved = []
-    for rate in (1e-3, 1e-5):
-        trainer.accumulate(policy, samples(), LOSS)
-        (outcome,) = finish(trainer, trainer.step(policy, OptimizerConfig(learning_rate=rate)))
-        assert outcome.metrics["learning_rate"] == pytest.approx(rate)
-        moved.append(max(np.abs(leaf - before[name]).max() for name, leaf in leaves(policy).items()))
-        before = leaves(policy)
-    assert moved[0] == pytest.approx(1e-3, rel=0.1)
-    assert 0 < moved[1] < 2e-5
-    assert policy.state.step == 2
 
 
 def test_a_step_without_gradients_is_refused() -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import copy
 
-import mlx.nn as nn
 import pytest
-from configs import changed, loss_config
+from configs import changed
 from family_checks import CONFIGURATIONS, random_model
-from mlx_lm.utils import dequantize_model, quantize_model
-from tiny import tiny_config, tiny_model
+from mlx_lm.utils import quantize_model
+from tiny import tiny_config
 from trainers import (
     LORA,
     assert_close,
@@ -23,32 +22,8 @@ from trainers import (
     unclipped,
 )
 
-from mlx_parallm.config import Algorithm
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.packing import dequantize
-from mlx_parallm.train.trainer import GRPOTrainer
-
-
-def both(checkpointed: bool, tied: bool, algorithm: Algorithm) -> list[tuple[GRPOTrainer, nn.Module]]:
-    """A trainer over 4-bit weights, embedding and head among them, and one over the same weights made dense."""
-    packed_model = tiny_model("llama", tie_word_embeddings=tied)
-    nn.quantize(packed_model, group_size=32, bits=4)
-    dense = dequantize_model(copy.deepcopy(packed_model))
-    settings = unclipped(
-        gradient_checkpointing=checkpointed, loss=loss_config(algorithm=algorithm, entropy_coef=0.1, kl_coef=0.1)
-    )
-    return [trainer_of(model, settings) for model in (packed_model, dense)]
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("algorithm", [Algorithm.GRPO, Algorithm.CROSS_ENTROPY])
-def test_gradients_equal_those_over_the_dense_weights(checkpointed: bool, tied: bool, algorithm: Algorithm) -> None:
-    (quantized, _), (dense, _) = both(checkpointed, tied, algorithm)
-    drawn = samples(6)
-    want = gradients(dense, make_policy(dense, moved=0.05), drawn)
-    assert_close(gradients(quantized, make_policy(quantized, moved=0.05), drawn), want, 1e-5)
-
 
 PACKINGS = [pytest.param("affine", bits, 32, marks=() if bits == 4 else pytest.mark.ci) for bits in (2, 3, 4, 5, 6, 8)]
 PACKINGS += [

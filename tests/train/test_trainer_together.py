@@ -97,27 +97,6 @@ def test_gradients_and_figures_are_those_of_one_after_the_other(
             assert outcome.metrics[figure] == pytest.approx(metrics[figure], rel=1e-4, abs=1e-6), figure
 
 
-def test_updates_leave_policies_as_if_made_one_after_the_other() -> None:
-    """Two of one policy among them, the second from where the first ends."""
-    settings = changed(ROOM, optimizer=changed(ROOM.optimizer, eps=1e-2))
-    solo, model = make_trainer(settings)
-    order = [0, 1, 0, 2]
-    jobs = trio(solo, model)
-    for at in order:
-        learn(solo, jobs[at][1], jobs[at][2])
-    trainer, model = make_trainer(settings)
-    others, outcomes = trio(trainer, model), Outcomes()
-    for number, at in enumerate(order):
-        outcomes.begin(trainer, others[at][1], others[at][2], f"{at} {number}")
-    finish(trainer)
-    names = [name for name, _ in outcomes.ended]
-    assert names.index("0 0") < names.index("0 2")
-    for (_, policy, _), (_, other, _) in zip(jobs, others, strict=True):
-        assert policy.state.step == other.state.step
-        for name, leaf in leaves(policy).items():
-            np.testing.assert_allclose(leaves(other)[name], leaf, rtol=1e-5, atol=1e-6)
-
-
 # ---- faults --------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -110,16 +109,6 @@ async def test_a_bad_group_costs_only_itself(api: RunApi, caplog: pytest.LogCapt
         await until(lambda: len(training.groups) == 1)
     assert (source.accepted, source.refused) == (1, 2)
     assert "masks: there are 2 for 1 sequences" in caplog.text
-
-
-async def test_a_batch_under_way_when_training_ends_is_given_all_the_same(api: RunApi) -> None:
-    api.batches = [[scored()]]
-    api.hold.clear()
-    training = Training()
-    async with taking(api.url, training):
-        await until(lambda: not api.batches)
-        threading.Timer(0.1, api.hold.set).start()
-    assert len(training.groups) == 1
 
 
 async def test_groups_wait_for_a_full_disk(api: RunApi) -> None:

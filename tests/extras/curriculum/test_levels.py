@@ -117,22 +117,6 @@ def test_an_environment_that_ends_gives_all_its_tasks_first() -> None:
     assert sorted(map(number_of, tasks)) == [*range(50)]
 
 
-def test_what_the_environment_raises_is_one_task() -> None:
-    class Fails(Iterator[Task]):
-        number = 0
-
-        def __next__(self) -> Task:
-            self.number += 1
-            if self.number == 3:
-                raise ValueError("no network")
-            return task(self.number, "one")
-
-    curriculum = Curriculum(Fails(), ON, 0)
-    with pytest.raises(ValueError, match="no network"):
-        next(curriculum)
-    assert [number_of(next(curriculum)) for _ in range(4)] == [1, 2, 4, 5]
-
-
 # ---- restarts ------------------------------------------------------------------------------------
 
 

@@ -126,18 +126,6 @@ def test_without_a_reward_it_says_so_soon_and_ends_before_updates_are_skipped() 
     assert progress.outcome is LessonOutcome.NO_SIGNAL
 
 
-def test_it_fails_if_several_groups_in_a_row_do() -> None:
-    progress = LessonProgress(spec(1).prompts, 4, None)
-    progress.failed("no judge")
-    progress.failed("no judge")
-    scored(progress, MIXED)
-    progress.failed("no judge")
-    progress.failed("no judge")
-    assert progress.outcome is None
-    progress.failed("no judge")
-    assert (progress.outcome, progress.reason) == (LessonOutcome.FAILED, "no judge")
-
-
 # ---- examples ------------------------------------------------------------------------------------
 
 

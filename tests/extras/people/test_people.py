@@ -196,16 +196,3 @@ async def test_the_report_says_what_came_of_each_source_and_what_its_updates_mov
         assert of_source(one, "unrated").dropped.keys() <= {"stale", "unknown_version"}
         edits = of_source(one, "preferences")
         assert (edits.arrived, edits.waiting, edits.trained, edits.updates) == (2, 2, 0, 0)
-
-
-async def test_changes_of_the_reward_are_ascribed_to_the_updates_before_them() -> None:
-    async with world(MANUAL) as one:
-        for score in (0.0, 1.0):
-            ids = await one.request(scorer=None)
-            await one.service.trajectories.feedback(ids[0], score)
-            await one.service.update()
-            if score == 0.0:
-                await one.people.edit(correction())
-                await one.service.update()
-        assert of_source(one, "feedback").reward_change == 0.5
-        assert of_source(one, "corrections").reward_change == 0.5

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from shutil import rmtree
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,18 +119,3 @@ async def test_rewards_are_those_of_the_whole_answer(served: Any) -> None:
     want = finished(trainer, score(trainer, model, [(1, 2, 5, 6, END), (1, 2, 7, END)]))  # the second was cut off
     assert await models.rewards("rm", answers) == pytest.approx(want, abs=1e-5)
     assert abs(want[0] - want[1]) > 1e-3
-
-
-async def test_a_folder_that_was_replaced_is_read_again(served: Any, tmp_path: Path) -> None:
-    models, trainer, _ = served
-    answers = group("", "a")
-    before = await models.rewards("rm", answers)
-    assert await models.rewards("rm", answers) == before
-    rmtree(tmp_path / "rm")
-    with pytest.raises(InvalidRequestError, match="no reward model is called"):
-        await models.rewards("rm", answers)
-    other = moved(trainer, seed=8)
-    RewardModelFolder(tmp_path).save("rm", other.weights(), trainer.model.layout, {})
-    (after,) = await models.rewards("rm", answers)
-    assert after == pytest.approx(finished(trainer, score(trainer, other, [(1, 2, 3, 4, 5, 6, END)]))[0], abs=1e-5)
-    assert after != before[0]

@@ -3,8 +3,6 @@ clients do not disturb each other."""
 
 from __future__ import annotations
 
-import asyncio
-import math
 from pathlib import Path
 from typing import Any
 
@@ -151,23 +149,6 @@ async def test_a_supervised_run_is_saved_loaded_and_sampled(tmp_path: Path) -> N
         )
         answer = await model.sample(made["sampling_session_id"], 1, temperature=0.0)
         assert answer["sequences"][0]["tokens"] == tokens, "after a restart too"
-
-
-async def test_two_models_at_once_are_as_one_after_the_other(tmp_path: Path) -> None:
-    data = [taught(PROMPT, ANSWER), taught([20, 21], [50, 51])]
-    async with serving(make(tmp_path), trains=False) as http:
-
-        async def train(seed: int, rank: int) -> list[float]:
-            model = await Model(http).start(seed, rank)
-            losses = [await model.update(data[: 1 + seed % 2], "cross_entropy", 0.02) for _ in range(4)]
-            await model.post("unload_model", model_id=model.model)
-            return losses
-
-        alone = [await train(1, 4), await train(2, 8)]
-        together = await asyncio.gather(train(1, 4), train(2, 8))
-        for one, other in zip(alone, together, strict=True):
-            assert other == pytest.approx(one, rel=1e-4)
-        assert not math.isclose(alone[0][-1], alone[1][-1])
 
 
 async def test_limits_of_ranks_and_models(tmp_path: Path) -> None:
