@@ -12,9 +12,11 @@ from lora import layout_of, merged, random_adapter
 from tiny import save_tiny, tiny_model
 
 from mlx_parallm import RetrainEngine
+from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.cli.main import main
+from mlx_parallm.errors import AdapterFileError, ConfigError, ModelNotFoundError
 from mlx_parallm.model.merge import write_average
 
 pytestmark = pytest.mark.ci
@@ -40,8 +42,6 @@ def folders(tmp_path: Path) -> list[Path]:
 
 def mean_model(folders: list[Path]):
     """mlx-lm's own model, its weights changed by the mean of what the adapters add to them."""
-    from mlx_parallm.adapters.files import read_adapter
-
     model = tiny_model("llama")
     layout = layout_of(model)
     for share, folder in zip(SHARES, folders, strict=True):
@@ -126,3 +126,21 @@ def test_an_evaluation_that_fails_leaves_nothing(folders: list[Path], tmp_path: 
 def test_arguments_are_refused_before_a_model_is_loaded(arguments, message, tmp_path: Path, capsys) -> None:
     assert average(tmp_path, *arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_averaged_is_refused_by_name_and_nothing_is_written(folders: list[Path], tmp_path: Path) -> None:
+    a, b, c = folders
+    layout = layout_of(tiny_model("llama", intermediate_size=128))
+    write_peft(tmp_path / "other", random_adapter(layout, 1), layout, None)
+    before, model = sorted(os.listdir(tmp_path)), str(tmp_path / "model")
+    with pytest.raises(AdapterFileError, match=r"/other: .* is it of another base model\?"):
+        write_average(model, [a, tmp_path / "other"], tmp_path / "mean", "peft")
+    with pytest.raises(AdapterFileError, match=r"/model: .*adapter_config\.json"):
+        write_average(model, [a, tmp_path / "model"], tmp_path / "mean", "peft")
+    with pytest.raises(AdapterFileError, match=r"/none: "):
+        write_average(model, [a, tmp_path / "none"], tmp_path / "mean", "peft")
+    with pytest.raises(ConfigError, match="exists: name a directory that does not"):
+        write_average(model, [a, b], c, "peft")
+    with pytest.raises(ModelNotFoundError):
+        write_average(str(tmp_path / "nowhere"), [a, b], tmp_path / "mean", "peft")
+    assert sorted(os.listdir(tmp_path)) == before

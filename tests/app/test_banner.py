@@ -2,7 +2,7 @@
 
 import io
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -60,11 +60,6 @@ def text_of(served: Served = Served(), port: int = 8000, **settings: object) -> 
     return render(served, configure(**settings), port)
 
 
-def test_names_the_models_that_are_loaded_on_demand():
-    assert "on demand   qwen, phi\n" in text_of(Served(others=("qwen", "phi")))
-    assert "on demand" not in text_of()
-
-
 def test_says_what_is_served_and_where():
     text = text_of()
     for fact in (
@@ -82,11 +77,6 @@ def test_says_what_is_served_and_where():
     ):
         assert fact in text
     assert "WARNING" not in text
-
-
-def test_says_what_stays_in_memory():
-    wired = replace(LIMITS, wired=10 * 2**30)
-    assert "up to 512.0 MiB, 10.0 GiB wired" in text_of(Served(limits=wired))
 
 
 def adapters_line(*live: str) -> str:
@@ -142,22 +132,6 @@ def test_warns_when_bound_beyond_loopback_without_a_key(host):
 def test_a_slow_blas_is_a_warning(monkeypatch):
     monkeypatch.setattr(banner, "BLAS", Blas("MLX's own", fast=False, problem="no fast BLAS found"))
     assert text_of().splitlines()[-1] == "WARNING: no fast BLAS found"
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_styled_on_a_terminal_and_plain_elsewhere(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    served, config = Served(("x" * 300,), replace(CARD, name="[red]name")), configure(server__host="0.0.0.0")
-    plain, terminal = io.StringIO(), Terminal()
-    show(served, config, 8000, plain)
-    show(served, config, 8000, terminal)
-    assert plain.getvalue() == render(served, config, 8000) + "\n"
-    assert "\x1b[1;31mWARNING" in terminal.getvalue()
 
 
 def test_among_lines_of_json_it_is_logged_with_its_warnings(caplog):

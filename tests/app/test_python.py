@@ -31,11 +31,6 @@ def test_importing_loads_no_more_than_is_used(module: str, left_out: tuple[str, 
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'SharedModel'"):
-        mlx_parallm.SharedModel  # noqa: B018
-
-
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "mlx_parallm", "version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)

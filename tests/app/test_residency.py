@@ -11,21 +11,6 @@ def loaded(name: str, weight_bytes: int = 6, **fields: object) -> ResidentModel:
     return ResidentModel(name, loaded=True, weight_bytes=weight_bytes, load_seconds=10.0, **fields)  # type: ignore[arg-type]
 
 
-def test_others_give_up_what_is_missing() -> None:
-    residency = Residency(
-        [loaded("a"), wanted := ResidentModel("b", weight_bytes=5), ResidentModel("c", weight_bytes=99)], 10
-    )
-    assert residency.missing(wanted) == 1
-    assert residency.fits(wanted)
-
-
-def test_what_stays_loaded_leaves_less_room() -> None:
-    residency = Residency([loaded("a", pinned=True), wanted := ResidentModel("b", weight_bytes=5)], 10)
-    assert not residency.fits(wanted)
-    assert residency.next_to_leave(1e9) is None
-    assert residency.ask_again_at() is None
-
-
 def test_those_who_use_a_base_model_keep_it_for_its_turn() -> None:
     residency = Residency([used := loaded("a", users=1, loaded_at=100.0)], 10)
     turn_ends = 100.0 + TURN * 10.0
@@ -46,16 +31,3 @@ def test_one_that_nobody_uses_gives_way_within_its_turn(load_seconds: float, gra
 def test_of_those_that_nobody_uses_the_least_recently_used_one_gives_way() -> None:
     residents = [loaded("a", used_at=3.0), loaded("b", used_at=2.0), loaded("c", used_at=1.0, users=2)]
     assert Residency(residents, 10).next_to_leave(1e9) is residents[1]
-
-
-def test_one_that_is_leaving_goes_before_another_one_in_use() -> None:
-    residents = [loaded("a", users=1, loaded_at=1.0), loaded("b", users=1, loaded_at=2.0, leaving=True)]
-    assert Residency(residents, 10).next_to_leave(1e9) is residents[1]
-
-
-def test_idle_ones_are_found_by_their_last_use() -> None:
-    residents = [loaded("a", used_at=3.0), loaded("b", used_at=1.0, users=1), loaded("c", used_at=2.0, pinned=True)]
-    residency = Residency(residents, 10)
-    assert residency.unused_since(2.9) is None
-    assert residency.unused_since(3.0) is residents[0]
-    assert residency.unused_longest() == 3.0

@@ -118,31 +118,6 @@ def test_without_the_setting_drawing_and_waiting_take_turns(tmp_path: Path) -> N
     assert [max(group.staleness for group in update.groups) for update in updates_in(tmp_path)] == [0] * 4
 
 
-@pytest.mark.timeout(300)
-def test_a_run_that_is_stopped_goes_on_with_the_tasks_that_no_update_has(tmp_path: Path) -> None:
-    """It is stopped when a step's rewards are awaited and the next step is sampled; its curriculum goes on too."""
-
-    def stop(view: View) -> None:
-        if view.reports[-1].step == 2:
-            signal.setitimer(signal.ITIMER_REAL, 0.5)
-
-    previous = signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    curriculum = {"rl_training__curriculum__enabled": True}
-    try:
-        settings, wanted = asked(tmp_path, **curriculum), options(tmp_path, 5)
-        assert run(settings, wanted, View(then=stop)) == 128 + signal.SIGINT
-    finally:
-        signal.signal(signal.SIGALRM, previous)
-    made = len(updates_in(tmp_path))
-    assert 2 <= made < 5
-    view = View()
-    assert run(settings, wanted, view) == 0
-    assert view.made == made
-    assert_each_task_counts_once(tmp_path, 5)
-    last = view.reports[-1].metrics
-    assert last["curriculum/odd/drawn"] + last["curriculum/even/drawn"] == 5 * PROMPTS
-
-
 _CHILD = """
 import os, signal, sys, threading
 from pathlib import Path
@@ -159,7 +134,6 @@ sys.exit(run(asked(path), options(path, 6), View(then=then)))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_is_killed_goes_on_with_the_tasks_that_no_update_has(tmp_path: Path) -> None:
     asked(tmp_path)  # makes the model

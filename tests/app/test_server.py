@@ -19,7 +19,6 @@ from tiny import save_tiny
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.app.serve import IntegratedServer
 from mlx_parallm.config import configure
-from mlx_parallm.errors import ConfigError
 from mlx_parallm.grammar import trial
 from mlx_parallm.rl.service import TrainingService
 
@@ -151,8 +150,3 @@ async def test_no_child_process_outlives_the_server(tmp_path: Path, monkeypatch:
         assert (await client.post("/v1/completions", json=body)).status_code == 200
         assert [child.poll() for child in children] == [None], "it tries grammars"
     assert all(child.poll() is not None for child in children)
-
-
-def test_a_mistyped_key_is_told_with_the_right_one() -> None:
-    with pytest.raises(ConfigError, match="server__port"):
-        RLIntegratedServer(server__prot=8001)

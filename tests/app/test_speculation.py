@@ -12,12 +12,10 @@ from harness import FixedCost, assert_same_tokens, solo
 from lora import layout_of, random_adapter
 from tiny import save_tiny, tiny_model
 
-from benchmarks.lib.programs.drafts import write_first_layers
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.app.build import RunningEngine
-from mlx_parallm.config import configure
 from mlx_parallm.engine.figures import EngineStats
-from mlx_parallm.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.device_memory import MemoryAccount
 
 PROMPT = tuple(i * i % 251 for i in range(80))
@@ -105,11 +103,6 @@ def test_a_draft_model_with_another_vocabulary_is_refused(folder: Path, tmp_path
         drafting(folder, "draft", str(tmp_path / "other")).start()
 
 
-def test_a_draft_model_that_is_not_there_is_refused(folder: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match="nowhere"):
-        drafting(folder, "draft", str(folder / "nowhere")).start()
-
-
 def test_a_draft_model_for_several_base_models_is_refused(folder: Path) -> None:
     several = {"model__other_base_models": (str(folder / "small"),)}
     with pytest.raises(ConfigError, match="guesses for one base model, and there are several"):
@@ -140,18 +133,3 @@ async def test_rows_that_cannot_be_rolled_back_are_served_without_guesses(
         served.stop()
     assert_same_tokens(tokens, solo(model, REPEATED, 8), 1e-5)
     assert "model is served without speculation" in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("layers", "least", "most"), [(2, 0.0, 0.9), (30, 0.98, 1.0)])
-async def test_first_layers_of_the_bundled_model_guess_for_it(
-    layers: int, least: float, most: float, tmp_path: Path
-) -> None:
-    """All of them are the model itself, so they are right."""
-    write_first_layers(tmp_path / "first", layers)
-    drafts = {"server__speculation": "draft", "model__draft_model": str(tmp_path / "first")}
-    expected, _ = await guessed(RunningEngine(configure(None, rl_training__enabled=False)))
-    got, stats = await guessed(RunningEngine(configure(None, rl_training__enabled=False, **drafts)))
-    assert got == expected
-    assert least <= stats.accepted_draft_tokens_total / stats.draft_tokens_total <= most

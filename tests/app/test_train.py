@@ -18,7 +18,6 @@ from safetensors.numpy import load_file
 from training_runs import GROUP, PROMPTS, STEPS, View, config
 
 import mlx_parallm
-from mlx_parallm.adapters.runs import COMMITS, JOURNAL
 from mlx_parallm.app.train import run
 from mlx_parallm.app.training_run import FINAL, TrainOptions
 from mlx_parallm.config import configure
@@ -107,16 +106,6 @@ def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None
     assert (lines[0]["kind"], lines[0]["status"], lines[0]["failures"]) == ("update", "published", [])
     assert lines[2]["checkpoint"] == view.reports[2].checkpoint
     assert view.facts["adapter"].startswith("default, rank 4, alpha 8")
-
-
-def test_a_run_whose_journal_is_gone_does_not_start(tmp_path: Path, user) -> None:
-    user("regex")
-    kept = tmp_path / "checkpoints"
-    kept.mkdir()
-    (kept / COMMITS).write_text("3\n")
-    with pytest.raises(ConfigError, match=r"journal\.sqlite is gone, with at least 3 commits"):
-        run(config(tmp_path, "grpo", checkpointing__checkpoint_dir=kept), OPTIONS, View())
-    assert not (kept / JOURNAL).exists()
 
 
 def weights_in(folder: Path) -> dict[str, np.ndarray]:
@@ -381,14 +370,6 @@ def test_the_temperature_and_the_system_prompt_are_those_of_the_settings(tmp_pat
         assert {line["temperature"] for line in drawn} == {0.5}
         lengths.append(max(len(line["prompt_token_ids"]) for line in drawn))
     assert lengths[0] < lengths[1]
-
-
-def test_a_system_prompt_that_cannot_be_read_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
-    file = tmp_path / "tasks.jsonl"
-    file.write_text('{"prompt": "1 + 1 =", "answer": 2}')
-    absent = configure(tmp_path / "no model", rl_training__system_prompt=f"@{tmp_path / 'none.txt'}")
-    with pytest.raises(ConfigError, match=r"system_prompt: .*none\.txt cannot be read"):
-        run(absent, TrainOptions(str(file), 1, 2, 1), View())
 
 
 def test_an_unknown_environment_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from mlx_parallm.config import configure
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.engine import model_check
 from mlx_parallm.engine.model_check import ModelVerdict, kept_verdict
-from mlx_parallm.engine.startup import Prover
 from mlx_parallm.errors import AdapterFileError, UnsupportedModelError
 from mlx_parallm.model.families import Finding
 from mlx_parallm.model.manager import SharedModelManager
@@ -133,21 +132,3 @@ def test_a_model_that_always_ends_its_process_is_refused(folder: Path, monkeypat
     manager = SharedModelManager(folder / "model", progress=False)
     with pytest.raises(UnsupportedModelError, match=r"ends the process \(SIGSEGV\)"):
         model_check.prove_once(manager, manager.install_bank(2, 4))
-
-
-def test_a_check_that_takes_too_long_is_made_in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_check, "_TIMEOUT_S", 0.01)
-    manager = SharedModelManager(folder / "model", progress=False)
-    model_check.prove_once(manager, manager.install_bank(2, 4))
-    assert kept_verdict(manager) is None
-    assert manager.adapter_layout.linears
-
-
-def test_adapters_that_fail_on_the_models_own_weights_are_refused_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Prover, "adapters", lambda _: Finding("adapters", 1.0, "they differ"))
-    manager = SharedModelManager(folder / "model", progress=False)
-    model_check.prove_once(manager, manager.install_bank(2, 4))
-    assert not manager.adapter_layout.linears
-    assert kept_verdict(manager) is None

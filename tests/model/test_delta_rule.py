@@ -5,17 +5,16 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from family_checks import Served
-from mlx_lm.models import bailing_moe_linear, rwkv7
 from mlx_lm.models import gated_delta as theirs
+from mlx_lm.models import rwkv7
 from mlx_lm.models.ssm import ssm_update
 
-from mlx_parallm.model.delta_rule import gated_delta, gates, wkv7
+from mlx_parallm.model.delta_rule import gated_delta, wkv7
 from mlx_parallm.train.branches import Branch, Bucket
 from mlx_parallm.train.context import LoraSpan
 from mlx_parallm.train.model import TrainableModel
@@ -83,38 +82,6 @@ def test_a_decay_that_underflows_has_a_gradient() -> None:
     log_g = mx.full((1, 8, 2), -200.0)
     gradient = mx.grad(lambda log_g: gated_delta(q, k, v, log_g, beta, state)[0].sum())(log_g)
     assert mx.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("kind", [{}, {"lower_bound": -5.0}, {"allow_neg_eigval": True}], ids=str)
-def test_gates_are_those_of_the_models(kind: dict[str, Any]) -> None:
-    """A state of None begins with zeros."""
-    q, k, v, *_ = Case(20).arguments()
-    a, b = mx.random.normal((1, 20, 2)), mx.random.normal((1, 20, 2))
-    a_log, dt_bias = mx.random.normal((2,)), mx.random.normal((2,))
-    expected = theirs.gated_delta_update(q, k, v, a, b, a_log, dt_bias, **kind)
-    ours = gated_delta(q, k, v, *gates(a, b, a_log, dt_bias, **kind), None)
-    assert max(map(error, ours, expected)) < 1e-5
-
-
-def test_without_beta_it_is_linear_attention() -> None:
-    q, k, v, _, _, state = Case(90).arguments()
-    g = mx.array([-0.5, -0.01])
-    expected, after = bailing_moe_linear.recurrent_gla(
-        *(each.swapaxes(1, 2) for each in (q, k, v)), g, 0.3, state.swapaxes(2, 3)
-    )
-    ours = gated_delta(0.3 * q, k, v, mx.broadcast_to(g, (1, 90, 2)), None, state)
-    assert error(ours[0], expected.swapaxes(1, 2)) < 1e-5
-    assert error(ours[1], after.swapaxes(2, 3)) < 1e-5
-
-
-def test_rwkv7_has_a_rule_without_a_kernel() -> None:
-    """Its arguments as mlx-lm's code gives them to the kernel for Metal."""
-    arguments = [mx.random.normal((2, 9, 3, 8)) / 2 for _ in range(6)]
-    state = mx.random.normal((2, 3, 8, 8))
-    expected, after = rwkv7.Rwkv7TimeMixing._wkv7(SimpleNamespace(), *arguments, state)
-    ours = wkv7(*arguments, state)
-    assert error(ours[0], expected.squeeze(-1)) < 1e-6
-    assert error(ours[1], after) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,10 @@ from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.model.families import relative_error
 from mlx_parallm.model.linears import install_adapters
 
-TOKENS = mx.arange(1, 6)[None]
-
 
 def write(bank: AdapterBank, slot: int, weights: AdapterWeights) -> None:
     for _ in bank.write(slot, weights):
         pass
-
-
-def merged_logits(weights: AdapterWeights) -> mx.array:
-    return merged(tiny_model("llama"), weights)(TOKENS)
 
 
 def adapted() -> tuple[nn.Module, AdapterBank]:
@@ -33,30 +27,6 @@ def adapted() -> tuple[nn.Module, AdapterBank]:
     bank = AdapterBank(layout_of(model), 2, 4, mx.float32)
     install_adapters(model, bank)
     return model, bank
-
-
-def test_a_pass_reads_what_its_slot_holds_after_passes_with_other_weights_and_after_the_arrays_grew() -> None:
-    model, bank = adapted()
-    targets = [("q_proj",), ("q_proj", "v_proj", "down_proj"), ("o_proj",)]
-    for seed, names in enumerate(targets):
-        weights = random_adapter(bank.layout, seed, targets=names)
-        write(bank, 1, weights)
-        with bank.forward([1], [TOKENS.size]):
-            assert relative_error(model(TOKENS), merged_logits(weights)) < 1e-5
-
-
-def test_tokens_of_several_slots_get_what_these_hold_after_the_arrays_grew_between_two_passes() -> None:
-    """The second pass has the same slots and lengths as the first one, but more linears have factors."""
-    model, bank = adapted()
-    for seed, names in enumerate([(("q_proj",), ("v_proj",)), (("k_proj", "up_proj"), ("q_proj", "v_proj", "o_proj"))]):
-        both = [random_adapter(bank.layout, 2 * seed + place, targets=each) for place, each in enumerate(names)]
-        for slot, weights in enumerate(both, 1):
-            write(bank, slot, weights)
-        with bank.forward([2, 1, 0], [1, 1, 1]):
-            logits = model(mx.array([[1], [1], [1]]))
-        for row, weights in zip(logits, [both[1], both[0], None], strict=False):
-            plain = tiny_model("llama") if weights is None else merged(tiny_model("llama"), weights)
-            assert relative_error(row, plain(mx.array([[1]]))[0]) < 1e-5
 
 
 def wrong(*_: object, **__: object) -> mx.array:
