@@ -53,12 +53,6 @@ async def fetched(head):
         return await client.adapter(MATH)
 
 
-async def test_an_archive_is_fetched_with_the_token(head):
-    head.answers[PATH] = 200, ARCHIVE
-    assert await fetched(head) == ARCHIVE
-    assert head.sent_tokens == ["Bearer secret"]
-
-
 async def test_an_archive_with_another_checksum_is_refused(head):
     head.answers[PATH] = 200, ARCHIVE[:-1] + b"?"
     with pytest.raises(EngineError, match="another checksum"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -29,7 +28,6 @@ from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import (
     AdapterFileError,
     ConflictError,
-    EngineDeadError,
     InvalidRequestError,
     UnknownModelError,
 )
@@ -95,16 +93,6 @@ async def test_a_loaded_adapter_is_staged_live_and_serves(world: World) -> None:
     assert card.root == str((world.root / "m").resolve())
     assert await world.generate("math") == (card.ref, expected(weights))
     assert world.service.stats().staged_total == 1
-
-
-async def test_a_config_that_contradicts_its_tensors_is_told_to_who_loads_it(world: World, caplog) -> None:
-    world.write("m", 1)
-    config = json.loads((world.root / "m" / "adapter_config.json").read_text())
-    config["lora_parameters"]["keys"] = ["auto"]
-    (world.root / "m" / "adapter_config.json").write_text(json.dumps(config))
-    card = await world.service.load("math", "m", replace=False)
-    assert "keys do not name" in card.warning
-    assert any("keys do not name" in record.getMessage() for record in caplog.records)
 
 
 async def test_a_card_counts_requests_and_not_who_else_keeps_the_version(world: World) -> None:
@@ -178,9 +166,26 @@ async def test_a_step_that_is_named_is_the_number_of_the_version(world: World) -
 
 
 @pytest.mark.parametrize(
-    "name", ["math@", "math@x", "math@-1", "math@1@2", "math@" + "9" * 10, "@1", "base@1", "tiny@1"]
+    "name",
+    [
+        "math@",
+        "math@x",
+        "math@-1",
+        "math@1@2",
+        "math@9999999999",
+        "@1",
+        "base@1",
+        "tiny@1",
+        "tiny",
+        "base",
+        "a/b",
+        "latest",
+        "../m",
+        "",
+        "route",
+    ],
 )
-async def test_a_step_that_is_no_number_of_a_plain_name_is_refused(world: World, name: str) -> None:
+async def test_what_is_no_plain_name_or_means_something_else_is_refused(world: World, name: str) -> None:
     world.write("m", 1)
     with pytest.raises(InvalidRequestError, match="lora_name"):
         await world.service.load(name, "m", replace=True)
@@ -244,14 +249,6 @@ async def test_a_folder_outside_the_roots_or_without_an_adapter_is_refused(world
     assert world.service.cards() == ()
 
 
-@pytest.mark.parametrize("name", ["tiny", "base", "a/b", "a@b", "latest", "../m", "", "route"])
-async def test_names_that_mean_something_else_are_refused(world: World, name: str) -> None:
-    world.write("m", 1)
-    with pytest.raises(InvalidRequestError):
-        await world.service.load(name, "m", replace=True)
-    assert world.service.cards() == ()
-
-
 async def test_bad_files_change_nothing(world: World) -> None:
     world.write("m", 1)
     await world.service.load("math", "m", replace=False)
@@ -275,27 +272,6 @@ async def test_a_rollback_serves_the_earlier_version_even_from_memory(world: Wor
     assert await world.generate("math") == (ref, expected(first))
     with pytest.raises(ConflictError):
         await world.service.rollback("math")
-
-
-async def test_a_name_can_be_split_between_two_versions(world: World) -> None:
-    for seed in (1, 2):
-        world.write("m", seed)
-        await world.service.load("math", "m", replace=True)
-    first, second = AdapterRef("math", 1), AdapterRef("math", 2)
-    world.service.split("math", lambda key: first if key == "ann" else second)
-    for key, meant in (("ann", first), ("bob", second)):
-        with world.service.lease("math", key) as ref:
-            assert ref == meant
-
-
-async def test_a_base_model_that_was_loaded_again_has_a_new_store(world: World) -> None:
-    world.write("m", 1)
-    ref = (await world.service.load("math", "m", replace=False)).ref
-    bank = make_harness(slots=2).adapters.bank
-    store = AdapterStore(bank, world.registry, lambda version: pytest.fail(str(version)), Inline(), 4, lambda: None)
-    world.service.attach(store)
-    (card,) = world.service.cards()
-    assert (card.ref, card.residence) == (ref, Residence.FILE), "its bank is empty"
 
 
 async def test_routes_are_staged_before_they_lead_anywhere(world: World) -> None:
@@ -349,59 +325,6 @@ async def test_what_was_published_in_this_process_is_saved_as_it_was(world: Worl
         assert again.weights.pairs[path].scale == 4.0
 
 
-async def test_saving_what_is_not_there_is_an_error(world: World) -> None:
-    with pytest.raises(UnknownModelError):
-        await world.service.save_checkpoint(None, None, [], {})
-    with pytest.raises(InvalidRequestError):
-        await world.service.save_checkpoint("base", None, [], {})
-
-
-async def test_publishes_beside_traffic_disturb_nobody(world: World) -> None:
-    """Each request reports the version that it was given, and its tokens are that version's."""
-    kinds = [random_adapter(LAYOUT, seed) for seed in (1, 2)]
-    texts = [expected(weights, 30) for weights in kinds]
-    info = VersionInfo(4, 8.0, (), 0)
-    await world.service.publish("policy", kinds[1], info)
-    done = asyncio.Event()
-
-    async def client() -> int:
-        served = 0
-        while not done.is_set():
-            ref, tokens = await world.generate("policy", 30)
-            assert tokens == texts[ref.version % 2], ref
-            served += 1
-        return served
-
-    async with asyncio.TaskGroup() as group:
-        clients = [group.create_task(client()) for _ in range(6)]
-        for number in range(2, 41):
-            version = await world.service.publish("policy", kinds[number % 2], info)
-            assert version.ref.version == number
-        done.set()
-    assert sum(task.result() for task in clients) >= 6
-    assert len(world.service.cards()) <= 5
-    assert world.processor.stats().alive
-
-
-async def test_a_publisher_that_leaves_leaves_nothing_behind(world: World) -> None:
-    weights = random_adapter(LAYOUT, 1)
-    task = asyncio.create_task(world.service.publish("policy", weights, VersionInfo(4, 8.0, (), 0)))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await world.generate("base")
-    cards = world.service.cards()
-    assert cards == () or cards[0].live, "either it went live, or there is no trace of it"
-
-
-async def test_a_dead_device_thread_is_an_error_not_a_wait(world: World) -> None:
-    world.write("m", 1)
-    await asyncio.to_thread(world.processor.stop)
-    with pytest.raises(EngineDeadError):
-        await world.service.load("math", "m", replace=False)
-
-
 async def learnt(world: World, weights: AdapterWeights) -> AdapterRef:
     """Publishes weights from the device thread. The version's name is appended to `known`."""
     info, add = VersionInfo.of(weights), world.known.append
@@ -421,43 +344,3 @@ async def test_a_version_goes_live_from_the_device_thread(world: World, monkeypa
     assert known_at_flip == [ref], "its name is known before it is live"
     assert world.service.find("policy").residence is Residence.SLOT
     assert await world.generate("policy") == (ref, expected(weights))
-
-
-async def test_a_version_that_cannot_go_live_is_forgotten(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = random_adapter(LAYOUT, 5)
-    await learnt(world, first)
-    write = type(world.store.bank).write
-
-    def failing(self, slot, weights):
-        yield next(write(self, slot, weights))
-        raise MemoryError("injected")
-
-    monkeypatch.setattr(type(world.store.bank), "write", failing)
-    with pytest.raises(MemoryError):
-        await learnt(world, random_adapter(LAYOUT, 6))
-    monkeypatch.undo()
-    assert [card.ref.version for card in world.service.cards()] == [1]
-
-    world.known = Unloading(world.service)
-    with pytest.raises(UnknownModelError):
-        await learnt(world, random_adapter(LAYOUT, 7))
-    assert world.service.cards() == ()
-
-
-class Unloading(list):
-    """The adapter is unloaded while its new version is staged."""
-
-    def __init__(self, service: AdapterService) -> None:
-        self.registry = service._registry
-
-    def append(self, ref: AdapterRef) -> None:
-        self.registry.unload(ref.name)
-
-
-async def test_asleep_the_bank_is_given_back_and_what_was_in_it_is_served_again(world: World) -> None:
-    weights = world.write("m", 1)
-    card = await world.service.load("math", "m", replace=False)
-    await world.processor.sleep(bank=True)
-    assert world.service.stats().bank_bytes == 0
-    assert world.service.find("math").residence is Residence.COPY
-    assert await world.generate("math") == (card.ref, expected(weights))

@@ -30,38 +30,6 @@ def test_every_unit_is_in_the_trace_in_order(tmp_path):
     assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(units))
 
 
-def test_the_trace_can_be_read_before_it_is_closed_and_ends_with_close(tmp_path):
-    path = tmp_path / "trace.json"
-    trace = UnitTrace(path)
-    assert [event["ph"] for event in read_trace(path)] == ["M"]
-    with trace.span("train"):
-        pass
-    assert read_trace(path)[-1]["name"] == "train"
-    trace.close()
-    with trace.span("train"):
-        pass
-    assert len(read_trace(path)) == 2
-
-
-def test_times_in_the_trace_are_microseconds(tmp_path, monkeypatch):
-    path = tmp_path / "trace.json"
-    trace = UnitTrace(path)
-    clock = iter([2.0, 5.0])
-    monkeypatch.setattr("mlx_parallm.engine.stats.time.perf_counter", lambda: next(clock))
-    with trace.span("train"):
-        pass
-    unit = read_trace(path)[-1]
-    assert (unit["ts"], unit["dur"]) == (2_000_000, 3_000_000)
-
-
-def test_a_unit_that_fails_is_in_the_trace(tmp_path):
-    path = tmp_path / "trace.json"
-    trace = UnitTrace(path)
-    with pytest.raises(RuntimeError), trace.span("prefill", tokens=3):
-        raise RuntimeError
-    assert read_trace(path)[-1]["args"] == {"tokens": 3}
-
-
 def test_a_trace_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"debug\.trace: .*none/trace.json cannot be written: No such file"):
         UnitTrace(tmp_path / "none" / "trace.json")
@@ -80,17 +48,6 @@ def test_the_state_lists_each_sequence_with_where_it_is():
     assert (waiting["prompt_tokens"], waiting["computed_tokens"], waiting["generated_tokens"]) == (6, 0, 0)
 
 
-def test_integrity_is_checked_after_every_unit_that_ran(monkeypatch):
-    made = make_harness(check_every_unit=True)
-    checks = []
-    monkeypatch.setattr(made.loop, "check_integrity", lambda: checks.append(None))
-    made.submit("a", [5, 6, 7, 8], max_tokens=3)
-    units = 0
-    while made.loop.step():
-        units += 1
-    assert len(checks) == units > 3
-
-
 def test_a_broken_row_ends_the_step_that_broke_it():
     made = make_harness(check_every_unit=True)
     made.submit("a", [5, 6, 7, 8])
@@ -98,17 +55,3 @@ def test_a_broken_row_ends_the_step_that_broke_it():
     made.runner.cache.open(8)  # a row of no request
     with pytest.raises(AssertionError):
         made.loop.step()
-
-
-@pytest.mark.parametrize("lookahead", [True, False])
-def test_tokens_are_the_same_with_and_without_lookahead(lookahead):
-    """Without it, no step is in flight when the next unit is chosen."""
-    made = make_harness(lookahead=lookahead)
-    expected = make_harness()
-    for harness in (made, expected):
-        harness.submit("a", [5, 6, 7, 8], max_tokens=5)
-    expected.run()
-    in_flight = []
-    made.run(lambda: in_flight.append(made.loop.in_flight))
-    assert made.tokens("a") == expected.tokens("a")
-    assert any(in_flight) is lookahead

@@ -6,99 +6,22 @@ import random
 
 import mlx.core as mx
 import pytest
-from driver import new_sequence
 from harness import Harness, make_harness
 from lora import random_adapter
+from micro_steps import MicroSteps
 from tiny import tiny_model
 
 from mlx_parallm.core.requests import RequestFailed, RequestFinished, WorkClass
 from mlx_parallm.engine import memory
-from mlx_parallm.engine.scheduler import gives_way
-from mlx_parallm.engine.sequence import Sequence
 from mlx_parallm.errors import ContextLengthError
-from mlx_parallm.kv.device_memory import DeviceMemory, MemoryAccount, default_budget
+from mlx_parallm.kv.device_memory import MemoryAccount, default_budget
 
 pytestmark = pytest.mark.ci
 
 GIB = 2**30
 
 
-class Training:
-    """Training that holds memory: `policies` always, and `update` while it is set, which is never trained."""
-
-    policies = update = peak_bytes = ran = 0
-
-    @property
-    def bytes_of_updates(self) -> int:
-        return self.update
-
-    @property
-    def bytes_held(self) -> int:
-        return self.policies + self.update
-
-    def waits(self) -> bool:
-        return self.update > 0
-
-    def pace(self, seconds: float) -> None:
-        pass
-
-    def advance(self) -> None:
-        self.ran += 1
-
-    def reset(self) -> None:
-        self.update = 0
-
-
-def accounts(budget: int = 100, **held: int) -> DeviceMemory:
-    """A device whose accounts hold so many bytes."""
-    device = DeviceMemory(budget)
-    for name, nbytes in held.items():
-        device.open_account(MemoryAccount(name), lambda nbytes=nbytes: nbytes)
-    return device
-
-
-def rows(*classes: WorkClass) -> list[Sequence]:
-    return [new_sequence([1], 8, work_class=work_class) for work_class in classes]
-
-
 LIVE, ROLLOUT = WorkClass.INFERENCE, WorkClass.TRAINING
-
-
-# ---- the object ----------------------------------------------------------------------------------
-
-
-def test_adapters_and_training_are_taken_out_of_what_rows_share() -> None:
-    device = accounts(adapters=10, optimizer=20, micro_step=5, weights=1000, rows=30)
-    assert (device.reserved, device.pool_limit(alone=False), device.pool_limit(alone=True)) == (35, 65, 100)
-    assert device.excess == 0
-
-
-def test_the_pool_may_keep_no_prefix_while_more_than_the_budget_is_held() -> None:
-    accounts(rows=80, optimizer=30).check_integrity()  # rows keep what they have
-    accounts(rows=60, cached_prefixes=10, free_blocks=10, optimizer=30).check_integrity()  # its blocks are being moved
-    with pytest.raises(AssertionError):
-        accounts(rows=70, cached_prefixes=10, free_blocks=9, optimizer=21).check_integrity()
-    with pytest.raises(AssertionError):
-        accounts(free_blocks=-1).check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("classes", "first"),
-    [((LIVE, LIVE, LIVE), 2), ((ROLLOUT, LIVE, LIVE), 0), ((ROLLOUT, LIVE, ROLLOUT, LIVE), 2)],
-)
-def test_the_youngest_rollout_gives_way_before_the_youngest_row(classes: tuple[WorkClass, ...], first: int) -> None:
-    held = rows(*classes)
-    assert gives_way(held) is held[first]
-
-
-def test_a_row_that_gave_way_before_cached_prefixes_is_found() -> None:
-    harness = make_harness()
-    memory, held = harness.loop.memory, rows(LIVE)
-    held[0].tables = [[] for _ in harness.runner.cache.groups]
-    memory.check_integrity()
-    memory.to_preempt(held, held[0])
-    with pytest.raises(AssertionError, match="cached prefixes were enough"):
-        memory.check_integrity()
 
 
 def test_the_default_budget_is_what_weights_and_buffers_leave() -> None:
@@ -107,17 +30,14 @@ def test_the_default_budget_is_what_weights_and_buffers_leave() -> None:
     assert default_budget(4 * GIB, GIB, 4 * GIB, None) == 0
 
 
-# ---- in the engine -------------------------------------------------------------------------------
-
-
 def prompt(seed: int, length: int = 190) -> list[int]:
     return [random.Random(seed * 1000 + at).randrange(250) for at in range(length)]
 
 
-def small(blocks: int = 20) -> tuple[Harness, Training, int]:
+def small(blocks: int = 20) -> tuple[Harness, MicroSteps, int]:
     """An engine with room for so many blocks, one of which has as many bytes as the last of these says. The bank takes
     less than three blocks."""
-    training, model = Training(), tiny_model("llama")
+    training, model = MicroSteps(), tiny_model("llama")
     harness = make_harness(model, training=training, budget_tokens=64 * blocks, slots=2, max_rank=4)
     return harness, training, 64 * harness.runner.cache.layout.bytes_per_token
 
@@ -152,17 +72,17 @@ def test_memory_is_taken_from_prefixes_then_rollouts_then_the_youngest_rows_and_
     assert held(harness) == ["old", "rollout", "young"]
     assert cache.evictions > 0, "they needed more than was free"
 
-    training.policies = 5 * block
+    training.held = 5 * block
     evicted, order = cache.evictions, []
     while "young" in held(harness):
         step(harness)
         order.append(tuple(held(harness)))
-        training.policies += block // 40
+        training.held += block // 40
     assert cache.evictions > evicted, "prefixes gave way to training"
     assert harness.loop.scheduler.preemptions >= 2
     assert list(dict.fromkeys(order)) == [("old", "rollout", "young"), ("old", "young"), ("old",)]
 
-    training.policies = 0
+    training.held = 0
     harness.submit("too long", prompt(13, 1200), 200)
     failed = harness.terminal("too long")
     assert isinstance(failed, RequestFailed)
@@ -182,28 +102,21 @@ def test_an_update_waits_until_cached_prefixes_have_given_it_memory(monkeypatch:
     before = sum(array.nbytes for array in cache.arrays())
     assert before >= 24 * block
     active = mx.get_active_memory()
-    training.update = 30 * block
+    training.left, training.bytes_of_updates = 1, 30 * block
     harness.loop.after_call(0.0)
-    while not training.ran:
+    while not training.done:
         assert harness.loop.step()
         harness.loop.check_integrity()
-    training.update = 0
+    training.bytes_of_updates = 0
     left = sum(array.nbytes for array in cache.arrays())
     assert left <= 10 * block
     assert active - mx.get_active_memory() >= before - left - block
 
 
-class _Ignored:
-    """A future whose result nobody wants."""
-
-    def set_result(self, result: object) -> None:
-        pass
-
-
 def test_a_row_that_is_alone_takes_cached_prefixes_before_what_training_has() -> None:
     harness, training, block = small()
     harness.answer("cached", prompt(1), 8)
-    training.policies = 14 * block
+    training.held = 14 * block
     harness.submit("alone", prompt(2), 500)
     excess = []
     while harness.loop.step():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import mlx.nn as nn
 import pytest
-from harness import Harness, Inline, assert_same_tokens, make_harness, solo
+from harness import TINY, Harness, Inline, assert_same_tokens, make_harness, solo
 from lora import random_adapter
 from tiny import RECURRENT, tiny_model
 
@@ -23,7 +22,6 @@ from mlx_parallm.kv.disk import PrefixStore
 from mlx_parallm.model.cache_plan import prepare
 
 PROMPT = random.Random(1).choices(range(256), k=300)
-TINY = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -90,15 +88,6 @@ def test_after_a_restart_a_prompt_is_read_back_and_gives_the_same_tokens(tmp_pat
     assert (stats.external_prefix_cache_queries_total, stats.external_prefix_cache_hits_total) == (256, 256)
 
 
-@pytest.mark.parametrize(("tokens", "blocks"), [(128, 1), (129, 2)])
-def test_the_last_token_of_a_prompt_is_computed_and_not_looked_for(tmp_path, llama, tokens, blocks) -> None:
-    ask(server(tmp_path, llama), PROMPT)
-    again = server(tmp_path, llama)
-    ask(again, PROMPT[:tokens])
-    stats = again.loop.stats()
-    assert stats.external_prefix_cache_queries_total == stats.external_prefix_cache_hits_total == 64 * blocks
-
-
 def test_a_long_prompt_is_read_in_parts(tmp_path, llama, monkeypatch) -> None:
     monkeypatch.setattr(disk_prefixes, "_PART_BYTES", 1)
     ask(server(tmp_path, llama), PROMPT)
@@ -134,30 +123,6 @@ def test_a_recurrent_prompt_goes_on_from_the_last_state_on_the_disk(tmp_path, re
         assert ask(again, prompt, name) == found
         assert again.loop.stats().external_prefix_cache_hits_total == read, "the memory has the third block by now"
         assert_same_tokens(again.tokens(name), solo(recurrent, prompt, 8), TINY)
-
-
-def test_a_state_is_written_when_a_second_prompt_has_used_it(tmp_path, recurrent) -> None:
-    first = in_one_chunk(tmp_path, recurrent, control_ids={256})
-    chats = [[*PROMPT[:200], 256, *PROMPT[70 * n : 70 * n + 100]] for n in range(3)]
-    written = []
-    for name, prompt in zip("xy", chats, strict=False):
-        ask(first, prompt, name)
-        written.append(len(files_of_states(tmp_path)))
-    assert written == [1, 3], "that of the prompt's end, and then that of the message too"
-    assert ask(in_one_chunk(tmp_path, recurrent, control_ids={256}), chats[2]) == 192
-
-
-def test_blocks_that_the_memory_still_has_are_not_read_again(tmp_path, recurrent, monkeypatch) -> None:
-    harness = in_one_chunk(tmp_path, recurrent)
-    ask(harness, PROMPT)
-    cache, read = harness.runner.cache, []
-    cache.evict(cache.states, 10)
-    monkeypatch.setattr(PrefixStore, "_read", lambda store, names: read.extend(names) or whole(store, names))
-    assert ask(harness, PROMPT, "y") == 256
-    assert [(name.depth, name.is_state) for name in read] == [(4, True)]
-
-
-whole = PrefixStore._read
 
 
 def removed(path: Path) -> None:
@@ -237,19 +202,6 @@ def test_a_version_in_no_file_is_not_written(tmp_path, llama) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_file_is_a_miss_and_the_answer_is_right(tmp_path, llama) -> None:
-    ask(server(tmp_path, llama), PROMPT)
-    oldest = min(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime)
-    oldest.write_bytes(oldest.read_bytes()[:-1] + b"x")
-    again = server(tmp_path, llama)
-    assert ask(again, PROMPT) == 192
-    assert_same_tokens(again.tokens("x"), solo(llama, PROMPT, 8), TINY)
-    stats = again.loop.stats()
-    assert (stats.external_prefix_cache_queries_total, stats.external_prefix_cache_hits_total) == (256, 192)
-    assert detail(again)["damaged_files"] == 1
-    assert ask(server(tmp_path, llama), PROMPT) == 256, "it was written again"
-
-
 def test_nothing_is_written_while_requests_run(tmp_path, llama) -> None:
     harness = server(tmp_path, llama)
     harness.submit("long", PROMPT[:64], 200)
@@ -264,7 +216,8 @@ def test_nothing_is_written_while_requests_run(tmp_path, llama) -> None:
 
 def test_a_slow_disk_holds_back_one_prompt_and_that_not_for_long(tmp_path, llama, monkeypatch) -> None:
     ask(server(tmp_path, llama), PROMPT)
-    worker = Later()
+    worker, clock = Later(), [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     again = server(tmp_path, llama, worker=worker)
     again.submit("read", PROMPT, 4)
     again.submit("other", PROMPT[100:], 4)
@@ -272,8 +225,7 @@ def test_a_slow_disk_holds_back_one_prompt_and_that_not_for_long(tmp_path, llama
     assert isinstance(again.terminal("other"), RequestFinished)
     assert not again.of("read")
     assert detail(again)["prompts_waiting"] == 1
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 2)
+    clock[0] += 2
     again.run()
     assert again.tokens("read") == solo(llama, PROMPT, 4).tokens
     worker.run()
@@ -329,13 +281,6 @@ def test_a_device_that_fails_while_blocks_come_back_fails_no_request(tmp_path, l
     assert detail(again)["prompts_waiting"] == 0
 
 
-def test_a_prompt_to_be_scored_is_computed_and_its_blocks_are_kept(tmp_path, llama) -> None:
-    ask(server(tmp_path, llama), PROMPT)
-    again = server(tmp_path, llama)
-    assert ask(again, PROMPT, prompt_logprobs=1) == 0
-    assert ask(again, PROMPT, "y") == 300, "one token is left, which is a decode step"
-
-
 def test_a_reset_removes_the_files_if_asked_to(tmp_path, llama) -> None:
     harness = server(tmp_path, llama)
     ask(harness, PROMPT)
@@ -345,15 +290,3 @@ def test_a_reset_removes_the_files_if_asked_to(tmp_path, llama) -> None:
     assert not list(tmp_path.iterdir())
     assert ask(harness, PROMPT, "y") == 0
     assert list(tmp_path.iterdir()), "later ones are written again"
-
-
-def test_the_state_tells_what_the_disk_does(tmp_path, llama) -> None:
-    harness = server(tmp_path, llama)
-    ask(harness, PROMPT)
-    assert json.loads(json.dumps(detail(harness))) == {
-        "prompts_waiting": 0,
-        "blocks_written": 4,
-        "damaged_files": 0,
-        "writes": True,
-    }
-    assert make_harness(llama).loop.stats().detail["prefix_cache_dir"] is None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 from harness import Harness, assert_same_tokens, make_harness, solo
 from lora import layout_of, random_adapter
@@ -13,7 +10,6 @@ from tiny import VOCAB_SIZE, tiny_model
 from mlx_parallm.core.requests import RequestFinished, SamplingParams
 from mlx_parallm.engine import draft_model
 from mlx_parallm.engine.draft_model import DraftModel
-from mlx_parallm.engine.speculate import EXPECTED, Drafter, Source
 
 PROMPT = [i * i % 251 for i in range(40)]
 
@@ -118,50 +114,4 @@ def test_an_aborted_row_leaves_no_draft_row() -> None:
     assert draft_of(harness).bytes_held == 0, "nor its memory, though no unit follows"
 
 
-def test_drafts_are_timed_by_what_their_passes_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness, taken = make_harness(draft=tiny_model("llama"), lookahead=False), list[float]()
-    monkeypatch.setattr(draft_of(harness).cost, "observe", lambda chunks, samples, seconds, now: taken.append(seconds))
-    began = time.monotonic()
-    harness.answer("timed", PROMPT, 30)
-    assert min(taken) > 0.0
-    assert sum(taken) < time.monotonic() - began
-
-
-def test_a_group_computes_its_prompt_once_in_the_draft_model_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = make_harness(draft=tiny_model("llama"), lookahead=False)
-    runner, computed = draft_of(harness)._runner, []
-    works = runner.last_logits
-    monkeypatch.setattr(runner, "last_logits", lambda spans, ids: computed.append(ids.size) or works(spans, ids))
-    harness.answer("group", (PROMPT * 20)[:400], 12, n=4, sampling=SamplingParams(temperature=0.5, seed=1))
-    assert 400 <= sum(computed) < 800
-
-
 # -- how often it is right -----------------------------------------------------------------------
-
-
-def test_a_draft_model_that_was_wrong_is_tried_again_after_a_while() -> None:
-    of_all, sources = dict(EXPECTED), frozenset({Source.MODEL})
-    row = Drafter([1, 2, 3], sources, of_all)
-    first = row.acceptance[Source.MODEL]
-    for _ in range(200):
-        row.take_from_model([7], None)
-        row.add(False)
-    wrong = row.acceptance[Source.MODEL]
-    assert wrong < 0.01 * first
-    assert Drafter([1], sources, of_all).acceptance[Source.MODEL] < 0.1 * first, (
-        "new rows begin with what others have seen"
-    )
-    for _ in range(20_000):
-        row.propose(None)
-    assert row.acceptance[Source.MODEL] > 0.9 * first
-
-
-def test_the_share_of_right_tokens_is_that_of_the_row_and_of_all_rows() -> None:
-    of_all = dict(EXPECTED)
-    good, bad = (Drafter([1, 2, 3], frozenset({Source.TEXT}), of_all) for _ in range(2))
-    for _ in range(30):
-        good.add(True)
-        bad.add(False)
-    assert good.acceptance[Source.TEXT] > 0.9
-    assert bad.acceptance[Source.TEXT] < 0.1
-    np.testing.assert_allclose(of_all[Source.TEXT], 0.4, atol=0.1)

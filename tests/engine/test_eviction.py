@@ -12,7 +12,7 @@ from tiny import tiny_model
 from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.requests import RequestFailed, RequestFinished
+from mlx_parallm.core.requests import RequestFinished
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -63,20 +63,6 @@ def test_what_was_in_the_bank_says_the_same_again(make: Callable[[Harness, str, 
     assert {residence(harness, ref) for ref in refs} == {Residence.SLOT}
 
 
-def test_no_more_copies_are_dropped_than_are_too_many() -> None:
-    harness = make_harness(copies=3)
-    refs = [from_files(harness, name, seed) for seed, name in enumerate("abcde", start=1)]
-    evict(harness)
-    found = [residence(harness, ref) for ref in refs]
-    assert found == [Residence.FILE] * 2 + [Residence.COPY] * 3
-
-
-def test_an_empty_bank_is_given_back_at_once() -> None:
-    harness = make_harness()
-    evict(harness)
-    assert say(harness, "base", AdapterRef("base", 0))
-
-
 def test_a_version_that_rows_hold_stays_and_so_does_the_bank() -> None:
     harness = make_harness()
     held, idle = from_files(harness, "held", 1), from_files(harness, "idle", 2)
@@ -90,32 +76,3 @@ def test_a_version_that_rows_hold_stays_and_so_does_the_bank() -> None:
     assert harness.adapters.bytes_held > 0
     evict(harness)
     assert harness.adapters.bytes_held == 0
-
-
-def test_a_slot_that_was_left_is_free_for_another() -> None:
-    harness = make_harness(slots=1)
-    first = from_files(harness, "first", 1)
-    before = say(harness, "before", first)
-    evict(harness)
-    second = from_files(harness, "second", 2)
-    assert say(harness, "other", second) != before
-    assert say(harness, "after", first) == before
-
-
-def test_a_fault_during_eviction_is_raised_and_loses_nothing_that_has_files(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness = make_harness()
-    ref = from_files(harness, "a", 1)
-    before = say(harness, "before", ref)
-
-    def broken(*_: object) -> object:
-        raise RuntimeError("injected")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(harness.adapters.bank, "read", broken)
-        evicted = harness.loop.adapters.evict_idle()
-        harness.run()
-    assert isinstance(evicted.exception(timeout=0), RuntimeError)
-    assert say(harness, "after", ref) == before
-    assert not [event for _, event in harness.events if isinstance(event, RequestFailed)]

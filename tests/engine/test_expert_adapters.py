@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
-from harness import Harness, assert_same_tokens, make_harness, solo
+from harness import assert_same_tokens, make_harness, solo
 from lora import QV, layout_of, merged, random_adapter
-from mixed_batch import TINY, prompts
+from mixed_batch import TINY, assert_logprobs, prompts
 from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 from mlx_lm.tuner.lora import LoRASwitchLinear
 from tiny import tiny_model
 
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.core.adapters import BASE_ADAPTER
-from mlx_parallm.core.requests import PromptScored, RequestFailed, RequestFinished, SamplingParams, SequenceOutput
+from mlx_parallm.core.requests import RequestFailed, RequestFinished
 from mlx_parallm.errors import AdapterTooLargeError
-from mlx_parallm.kv.device_memory import MemoryAccount
 from mlx_parallm.model.layout import adapter_layout
-from mlx_parallm.model.linears import IndexFormat
 
 FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -46,34 +44,10 @@ def adapters_of(model: nn.Module) -> dict[str, AdapterWeights]:
     }
 
 
-def logprobs_of(model: nn.Module, tokens: list[int]) -> mx.array:
-    logits = model(mx.array([tokens]))[0]
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_of_16_mixed_rows_are_those_of_their_merged_models(family: str) -> None:
     """Of prompts, which are computed in chunks whose tokens `SwitchGLU` sorts, and of answers, token by token."""
-    adapters = adapters_of(model_of(family))
-    models = {name: merged(model_of(family), weights) for name, weights in adapters.items()}
-    models["base"] = model_of(family)
-    harness = make_harness(model_of(family))
-    refs = {name: harness.publish(name, weights) for name, weights in adapters.items()} | {"base": BASE_ADAPTER}
-    names = [*refs] * 3
-    sampling = SamplingParams(temperature=0.0, top_logprobs=0)
-    rows = dict(enumerate(zip(names[:16], prompts(16, 60, seed=8), strict=True)))
-    for at, (name, row) in rows.items():
-        harness.submit(str(at), row, 5, adapter=refs[name], sampling=sampling, prompt_logprobs=0)
-    harness.run()
-    for at, (name, row) in rows.items():
-        events, drawn = harness.of(str(at)), harness.tokens(str(at))
-        expected = logprobs_of(models[name], row + drawn)
-        (scores,) = [event.logprobs for event in events if isinstance(event, PromptScored)]
-        outputs = [event for event in events if isinstance(event, SequenceOutput)]
-        got = [*(scores[i].logprob for i in range(1, len(row))), *(output.logprobs[0].logprob for output in outputs)]
-        want = [expected[i - 1, token].item() for i, token in enumerate(row + drawn) if i]
-        assert len(got) == len(row) + 4
-        assert got == pytest.approx(want, abs=TINY)
+    assert_logprobs(partial(model_of, family), adapters_of(model_of(family)), 16)
 
 
 def quantized() -> nn.Module:
@@ -112,51 +86,6 @@ def test_rows_read_no_slot_that_a_group_of_linears_lacks() -> None:
     harness.run()
     for at, weights in enumerate(adapters):
         assert_same_tokens(harness.tokens(str(at)), solo(merged(tiny_model("llama"), weights), row, 6), TINY)
-
-
-def test_other_slots_stay_bit_identical() -> None:
-    model = tiny_model("qwen3_moe")
-    layout, harness = layout_of(model), make_harness(model, slots=3)
-    harness.publish("kept", random_adapter(layout, 1))
-
-    def kept() -> list[bytes]:
-        groups = [group for group in harness.adapters.bank.groups.values() if group.places]
-        arrays = [array for group in groups for array in (group.a[..., 1, :, :], group.b[..., 1, :, :, :])]
-        return [np.array(array).tobytes() for array in arrays]
-
-    before = kept()
-    for seed in (2, 3):
-        harness.publish("other", random_adapter(layout, seed, rank=seed))
-        assert kept() == before
-
-
-def run_rows(harness: Harness, adapter: object) -> None:
-    harness.answer(f"{adapter}", [5, 6, 7], 3, adapter=adapter)
-
-
-def test_rows_whose_adapters_leave_experts_alone_pay_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, marked = tiny_model("qwen3_moe"), []
-    adapters, of = adapters_of(model), IndexFormat.of
-    monkeypatch.setattr(IndexFormat, "of", lambda self, count: marked.append(count) or of(self, count))
-    harness = make_harness(model)
-    refs = {name: harness.publish(name, adapters[name]) for name in ("attention", "router", "experts")}
-    for ref in (BASE_ADAPTER, refs["attention"], refs["router"]):
-        run_rows(harness, ref)
-    assert marked == []
-    run_rows(harness, refs["experts"])
-    assert marked
-
-
-def test_the_bank_has_room_for_experts_once_an_adapter_needs_it_and_it_is_accounted_for() -> None:
-    model = tiny_model("qwen3_moe")
-    layout, harness = layout_of(model), make_harness(model)
-    harness.publish("attention", random_adapter(layout, 1, targets=QV))
-    held = harness.adapters.bytes_held
-    harness.publish("down", random_adapter(layout, 2, targets=("down_proj",)))
-    layers, slots, rank, count, inputs, outputs = 2, 4, 8, 4, 32, 64
-    assert harness.adapters.bytes_held - held == layers * count * slots * rank * (inputs + outputs) * 4
-    device = harness.runner.cache.device
-    assert device.bytes_by_account()[MemoryAccount.ADAPTERS] == harness.adapters.bytes_held
 
 
 def test_experts_in_another_kind_of_layer_are_refused_by_name() -> None:

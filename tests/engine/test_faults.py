@@ -16,15 +16,12 @@ from mlx_parallm.core.requests import (
     RequestFailed,
     RequestFinished,
     RequestStarted,
-    SamplingParams,
     SequenceOutput,
 )
 from mlx_parallm.engine.budget import CostModel
-from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import DeviceMemoryError, EngineDeadError, StepFailedError
 from mlx_parallm.kv.arena import Arena
-from mlx_parallm.kv.row import KVRow
 
 PROMPTS = [[i, 3, 5, 7, 11, 13] * 4 for i in range(3)]
 
@@ -73,83 +70,6 @@ def test_a_failed_decode_step_costs_its_rows_and_nobody_else(
     assert harness.loop.stats().failed_steps_total == 1
 
 
-def test_draws_lost_with_a_failed_step_are_drawn_again_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that joined the step after the failed one: its launched token was counted, and must not be twice."""
-    sampling = SamplingParams(temperature=1.0, seed=3, frequency_penalty=1.5, repetition_penalty=1.3)
-    alone = make_harness()
-    alone.answer("joined", [7], 12, sampling=sampling)
-    harness = make_harness()
-    fault = Fault(harness.runner, monkeypatch, "read")
-    harness.submit("in the step", PROMPTS[0], 30)
-    harness.until(lambda: len(harness.tokens("in the step")) >= 3)  # from then on a step is always in flight
-    harness.submit("joined", [7], 12, sampling=sampling)
-    fault.armed = True
-    harness.run()
-    assert isinstance(harness.terminal("in the step"), RequestFailed)
-    assert harness.tokens("joined") == alone.tokens("joined")
-
-
-def test_a_unit_that_cannot_be_launched_costs_no_row_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = make_harness()
-    sample = harness.runner.sample
-
-    def failing(pending):
-        if len(pending.rows) == 1:
-            raise RuntimeError("injected")
-        return sample(pending)
-
-    monkeypatch.setattr(harness.runner, "sample", failing)
-    harness.submit("ends", PROMPTS[0], 6)
-    harness.submit("goes on", PROMPTS[1], 20)
-    harness.run()
-    assert harness.tokens("ends") == expected(harness, 0, 6)
-    assert isinstance(harness.terminal("goes on"), RequestFailed)
-    assert harness.loop.stats().failed_steps_total == 1
-
-
-def test_a_failed_chunk_costs_the_rows_of_its_unit_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt that waits for its turn is computed as if nothing had happened."""
-    harness = make_harness(max_batched_tokens=24)
-    fault = Fault(harness.runner, monkeypatch, "begin")
-    fault.armed = True
-    harness.submit("guilty", PROMPTS[0], 10)
-    harness.submit("next", PROMPTS[1] * 2, 10, priority=1)
-    harness.run()
-    assert isinstance(harness.terminal("guilty"), RequestFailed)
-    assert harness.tokens("next") == solo(tiny_model("llama"), PROMPTS[1] * 2, 10).tokens
-
-
-def test_a_row_that_cannot_open_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows in decode are recomputed on fresh arrays; their tokens do not change."""
-    harness = make_harness()
-    fault = Fault(harness.runner.cache, monkeypatch, "open")
-    harness.submit("decoding", PROMPTS[0], 20)
-    harness.step(6)
-    fault.armed = True
-    harness.answer("guilty", PROMPTS[1], 10)
-    assert isinstance(harness.terminal("guilty"), RequestFailed)
-    assert isinstance(harness.terminal("decoding"), RequestFinished)
-    assert harness.tokens("decoding") == expected(harness, 0, 20)
-
-
-def test_a_row_that_cannot_grow_costs_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = make_harness()
-    extend = harness.runner.cache.extend
-
-    def limited(row: KVRow, tokens: int) -> bool:
-        if tokens > 128:
-            raise MemoryError("injected")
-        return extend(row, tokens)
-
-    monkeypatch.setattr(harness.runner.cache, "extend", limited)
-    harness.submit("decoding", PROMPTS[0], 60)
-    harness.submit("guilty", PROMPTS[1] * 5, 30)
-    harness.run()
-    assert isinstance(harness.terminal("guilty"), RequestFailed)
-    assert len(harness.tokens("guilty")) == 9, "128 tokens have room, and one more is drawn from the last of them"
-    assert harness.tokens("decoding") == expected(harness, 0, 60)
-
-
 @pytest.mark.parametrize("steps", range(9))
 def test_abort_in_every_phase_frees_everything(steps: int) -> None:
     harness = make_harness(max_rows=2)
@@ -195,16 +115,6 @@ async def until(condition: object, timeout_s: float = 30.0) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_concurrent_requests_each_get_their_own_events(engine: ContinuousBatchProcessor) -> None:
-    model = tiny_model("llama")
-    asked = [greedy(str(i), PROMPTS[i % 3], 5 + i) for i in range(12)]
-    answers = await asyncio.gather(*(collect(engine, each) for each in asked))
-    for i, events in enumerate(answers):
-        assert tokens_in(events) == solo(model, PROMPTS[i % 3], 5 + i).tokens
-        assert isinstance(events[-1], RequestFinished)
-    assert engine.stats().alive
-
-
 async def test_closing_the_iterator_aborts(engine: ContinuousBatchProcessor) -> None:
     stream = engine.generate(greedy("long", PROMPTS[0], 3000))
     assert [type(await anext(stream)) for _ in range(2)] == [RequestStarted, SequenceOutput]
@@ -233,14 +143,6 @@ async def test_stopping_fails_what_still_runs() -> None:
     async with asyncio.timeout(30):
         rest = [event async for event in stream]
     assert isinstance(rest[-1], RequestFailed)
-
-
-def test_what_the_build_raises_is_raised_by_start() -> None:
-    def fail() -> EngineParts:
-        raise ValueError("no such model")
-
-    with pytest.raises(ValueError, match="no such model"):
-        ContinuousBatchProcessor(fail).start()
 
 
 # ---- out of memory, through the asyncio face -------------------------------------------------------
@@ -280,35 +182,6 @@ async def test_a_prompt_that_cannot_get_memory_fails_alone(
     monkeypatch.undo()
     served = await collect(engine, greedy("again", PROMPTS[1] * 10, 4))
     assert isinstance(served[-1], RequestFinished)
-
-
-async def test_a_row_that_cannot_grow_fails_once_it_is_alone(
-    engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limit_blocks(monkeypatch, most=2)
-    growing, short = await asyncio.gather(
-        collect(engine, greedy("growing", PROMPTS[0], 200)), collect(engine, greedy("short", PROMPTS[1], 30))
-    )
-    assert isinstance(growing[-1], RequestFailed)
-    assert isinstance(growing[-1].error, DeviceMemoryError)
-    assert isinstance(short[-1], RequestFinished)
-    assert tokens_in(short) == solo(tiny_model("llama"), PROMPTS[1], 30).tokens
-    assert engine.stats().alive
-
-
-async def test_a_request_that_cannot_be_read_fails_alone(
-    engine: ContinuousBatchProcessor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first call for it raises, before it is queued."""
-
-    def broken(*args: object) -> None:
-        raise ValueError("injected")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("mlx_parallm.engine.requests._sequence", broken)
-        events = await collect(engine, greedy("bad", PROMPTS[0], 3))
-    assert isinstance(events[-1], RequestFailed)
-    assert isinstance((await collect(engine, greedy("good", PROMPTS[0], 3)))[-1], RequestFinished)
 
 
 async def test_a_snapshot_that_fails_costs_nobody(

@@ -7,12 +7,11 @@ import random
 from typing import Any
 
 import pytest
-from harness import Harness, assert_same_tokens, make_harness, solo
+from harness import TINY, Harness, assert_same_tokens, make_harness, solo
 from tiny import tiny_model
 
-from mlx_parallm.core.requests import SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import SamplingParams, StopParams
 
-TINY = 1e-5
 VOCAB = 263
 
 
@@ -43,7 +42,7 @@ def kinds() -> list[dict[str, Any]]:
 
 
 def text(harness: Harness, request: str) -> str:
-    return "".join(event.text for event in harness.of(request) if isinstance(event, SequenceOutput))
+    return "".join(event.text for event in harness.outputs(request))
 
 
 def test_every_row_of_a_mixed_batch_draws_what_it_draws_alone() -> None:

@@ -21,7 +21,7 @@ from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState, Relief
 from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, RequestFinished, SamplingParams, StopParams
 from mlx_parallm.engine import machine_watch
 from mlx_parallm.engine.figures import EngineStats
-from mlx_parallm.engine.machine_watch import MachineWatch, Readers, footprint_limit
+from mlx_parallm.engine.machine_watch import MachineWatch, Readers
 from mlx_parallm.machine.memory import MemoryReading, Pressure
 from mlx_parallm.machine.power import PowerReading
 
@@ -74,10 +74,6 @@ class Machine:
         return self.engine.states[-1]
 
 
-def test_the_automatic_limit_is_a_share_of_ram_and_off_is_none():
-    assert (footprint_limit(None, 10 * GIB), footprint_limit(5, GIB), footprint_limit(0, GIB)) == (9 * GIB, 5, 0)
-
-
 def test_short_memory_is_relieved_and_all_is_undone(caplog):
     caplog.set_level(logging.INFO, "mlx_parallm")
     machine = Machine()
@@ -92,24 +88,6 @@ def test_short_memory_is_relieved_and_all_is_undone(caplog):
     assert len(said) == 8, "each change once: three steps, three back, and that training waits and resumes"
     assert sum("This process takes 9.0 GiB of at most 8.0 GiB." in text for text in said) == 3
     assert re.search("[0-9]", short) is None, "clients without a key see no figures in /health"
-
-
-def test_the_next_step_waits_while_the_engine_gives_memory_back():
-    machine = Machine()
-    machine.engine.memory = {"rows": 8, "cached_prefixes": 2, "free_blocks": 1}
-    machine.look(25, TOO_MUCH)
-    assert machine.state.relief is Relief.PREFIXES
-    machine.engine.memory = {"rows": 8, "cached_prefixes": 0, "free_blocks": 1}
-    machine.look(1, TOO_MUCH)
-    assert machine.state.relief is Relief.ROLLOUTS
-
-
-@pytest.mark.parametrize("guard", ["off", False])
-def test_without_a_guard_nothing_is_relieved(guard):
-    machine = Machine(server__memory_guard=guard)
-    machine.look(20, TOO_MUCH)
-    assert machine.state.relief is Relief.NONE
-    assert machine.state.footprint_limit == 0
 
 
 def test_training_waits_on_battery_and_resumes_with_the_charger(caplog):
@@ -127,19 +105,6 @@ def test_training_waits_on_battery_and_resumes_with_the_charger(caplog):
     assert len(caplog.records) == 2
 
 
-def test_the_reason_why_training_waits_is_the_one_of_now(caplog):
-    """The charger is back, and training waits for memory now."""
-    caplog.set_level(logging.INFO, "mlx_parallm")
-    machine = Machine()
-    machine.look(5, power=BATTERY)
-    machine.look(10, TOO_MUCH, power=BATTERY)
-    machine.look(30, TOO_MUCH)
-    assert ["battery" in reason for reason in machine.holds] == [False, True, False]
-    assert "memory is short" in machine.holds[-1]
-    assert machine.holds[-1] == machine.state.training_waits_for
-    assert caplog.text.count("training waits: ") == 2
-
-
 def test_training_on_battery_can_be_asked_for():
     machine = Machine(rl_training__train_on_battery=True)
     machine.look(30, power=BATTERY)
@@ -147,13 +112,6 @@ def test_training_on_battery_can_be_asked_for():
     assert machine.holds == [""]
     machine.look(1, power=PowerReading(hot=True))
     assert machine.holds[1:] == ["the machine is too hot"]
-
-
-def test_who_attaches_later_learns_that_training_waits():
-    machine, late = Machine(), []
-    machine.look(1, power=BATTERY)
-    machine.watch.attach(late.append)
-    assert "battery" in late[0]
 
 
 def test_sleep_is_noticed_and_the_speed_is_measured_again(caplog):
@@ -165,14 +123,6 @@ def test_sleep_is_noticed_and_the_speed_is_measured_again(caplog):
     machine.look(10)
     assert machine.engine.forgotten == 1
     assert "has slept for 3600 s" in caplog.text
-
-
-def test_sleep_is_no_time_in_which_memory_was_enough():
-    machine = Machine()
-    machine.look(20, TOO_MUCH)
-    machine.sleep(3600)
-    machine.look(5)
-    assert machine.state.relief is Relief.REQUESTS
 
 
 async def test_what_cannot_be_read_is_logged_once_and_changes_nothing(caplog):
@@ -194,22 +144,6 @@ async def test_what_cannot_be_read_is_logged_once_and_changes_nothing(caplog):
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 2, warned
     assert UNKNOWN_MACHINE.notices == ()
-
-
-async def test_a_listener_that_fails_ends_neither_the_watch_nor_the_server(monkeypatch, caplog):
-    def refuses(reason: str) -> None:
-        if reason:
-            raise RuntimeError("a sink of events has failed")
-
-    monkeypatch.setattr("mlx_parallm.engine.machine_watch._INTERVAL_S", 0.0)
-    engine = FakeEngine()
-    watch = MachineWatch(configure(), engine, readers=Readers(lambda: ENOUGH, lambda: BATTERY))
-    watch.attach(refuses)
-    async with watch.running():
-        while len(engine.states) < 5:
-            await asyncio.sleep(0.001)
-    assert UNKNOWN_MACHINE in engine.states, "nothing is held back that nobody would let go"
-    assert caplog.text.count("a sink of events has failed") >= 1
 
 
 @pytest.fixture
@@ -235,15 +169,6 @@ def test_a_run_waits_for_the_charger(tmp_path: Path, powered) -> None:
     assert run(config(tmp_path), TrainOptions("words", 1, GROUP, PROMPTS), view) == 0
     assert len(view.reports) == 1
     assert begun == [0] * 29
-
-
-@pytest.mark.timeout(120)
-def test_a_run_that_may_train_on_battery_does(tmp_path: Path, powered) -> None:
-    view = View()
-    powered(lambda: BATTERY)
-    asked = config(tmp_path, rl_training__train_on_battery=True)
-    assert run(asked, TrainOptions("words", 1, GROUP, PROMPTS), view) == 0
-    assert len(view.reports) == 1
 
 
 @pytest.mark.timeout(120)

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from harness import Harness, assert_same_tokens, make_harness, solo
-from lora import layout_of, merged, random_adapter
+from harness import TINY, Harness, assert_same_tokens, make_harness, solo
 from mlx_lm.models.base import create_causal_mask
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model
 from tiny import tiny_model
 
-from mlx_parallm.batch.spans import Span
 from mlx_parallm.core.requests import RequestFinished
 from mlx_parallm.engine.model_check import check_built
-from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.states import StateArena
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layer_state import arrays_of
-
-TINY = 1e-5
 
 
 class OwnCache:
@@ -67,27 +60,6 @@ def kept(harness: Harness) -> list[list[mx.array]]:
     return [[array for (cache,) in batch.layers for array in arrays_of(cache)] for batch in batches]
 
 
-@pytest.mark.parametrize("lookahead", [True, False])
-def test_random_requests_have_the_answers_of_the_model_alone(model: nn.Module, lookahead: bool) -> None:
-    """Prompts in chunks beside answers, adapters, and so little memory that rows are preempted and computed again."""
-    harness = make_harness(model, budget_tokens=560, states=6, max_rows=6, slots=2, lookahead=lookahead)
-    layout = layout_of(tiny_model("llama"))
-    adapters = [random_adapter(layout, seed) for seed in (1, 2)]
-    refs = [harness.publish(str(seed), weights) for seed, weights in enumerate(adapters)]
-    alone = [*(merged(tiny_model("llama"), weights) for weights in adapters), tiny_model("llama")]
-    rng = random.Random(0)
-    asked = [(text(rng.randrange(1, 100), seed), rng.randrange(3), rng.randrange(10, 40)) for seed in range(20)]
-    for number, (prompt, adapter, tokens) in enumerate(asked):
-        harness.submit(str(number), prompt, tokens, **({"adapter": refs[adapter]} if adapter < 2 else {}))
-        harness.step(rng.randrange(3))
-    harness.run()
-    assert harness.loop.scheduler.preemptions > 0
-    for number, (prompt, adapter, tokens) in enumerate(asked):
-        assert isinstance(harness.terminal(str(number)), RequestFinished)
-        assert_same_tokens(harness.tokens(str(number)), solo(alone[adapter], prompt, tokens), TINY)
-    assert harness.runner.cache.bytes_used == 0
-
-
 def test_samples_of_a_prompt_are_those_of_the_model_alone(model: nn.Module) -> None:
     harness, prompt = make_harness(model), text(150, seed=1)
     harness.answer("group", prompt, 6, n=4)
@@ -113,38 +85,6 @@ def test_the_pool_counts_what_the_caches_hold(model: nn.Module) -> None:
     harness.run(compare)
     assert compared > 20
     assert cache.bytes_used == 0
-
-
-def test_a_row_that_has_ended_keeps_nothing_after_the_next_pass(model: nn.Module) -> None:
-    harness = make_harness(model)
-    for name, tokens in ("short", 3), ("long", 20):
-        harness.submit(name, text(70, 1), tokens)
-    harness.until(lambda: len(harness.tokens("long")) >= 10)
-    assert len(harness.tokens("short")) == 3
-    assert len(kept(harness)) == 1
-
-
-def test_a_fork_goes_its_own_way_and_counts_for_itself(model: nn.Module) -> None:
-    runner, row = (harness := make_harness(model)).runner, text(100, seed=2)
-    cache = runner.cache
-
-    def logits(of: Any, ids: Sequence[int]) -> mx.array:
-        got = runner.compute([Span(of, of.computed, len(ids))], ids)
-        mx.eval(got, cache.state_arrays())
-        of.computed += len(ids)
-        return got[-1]
-
-    source = cache.open(200)
-    logits(source, row)
-    used = cache.bytes_used
-    fork = cache.fork(source, 100, 200)
-    assert cache.bytes_used == 2 * used
-    cache.check_integrity()
-    got = [logits(source, [5, 6]), logits(fork, [7]), logits(source, [8]), logits(fork, [9])]
-    for of, ids in zip(got, ([5, 6], [7], [5, 6, 8], [7, 9]), strict=True):
-        want = model(mx.array([[*row, *ids]]), cache=make_prompt_cache(model))[0, -1]
-        assert mx.abs(of - want).max().item() < 1e-4
-    assert harness.runner.cache.holds(source, 103)
 
 
 @pytest.mark.parametrize("call", ["read", "add"])
@@ -181,8 +121,6 @@ def test_what_such_a_model_lacks_is_off_or_refused_with_the_reason(model: nn.Mod
     assert end.cached_tokens == 0
     layout = prepare(model).layout
     assert not layout.rolls_back
-    with pytest.raises(UnsupportedModelError, match=r"--kv-bits 8 .* caches of their own"):
-        layout.quantized(8)
 
 
 def test_its_check_says_what_is_right_and_what_cannot_be_done() -> None:

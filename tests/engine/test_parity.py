@@ -7,15 +7,12 @@ import random
 import mlx.core as mx
 import pytest
 from family_checks import build
-from harness import Solo, assert_same_tokens, assert_solo, make_harness, solo
+from harness import TINY, Solo, assert_same_tokens, assert_solo, make_harness, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import FAMILIES, tiny_model
 
 from mlx_parallm.core.requests import PromptScored, RequestFinished, SamplingParams, SequenceOutput, StopParams
-
-TINY = 1e-5
-"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 
 
 def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
@@ -100,17 +97,6 @@ def test_any_interleaving_with_aborts_and_preemption(
             assert isinstance(harness.terminal(str(i)), RequestFinished)
 
 
-def test_a_small_pool_preempts_the_youngest_and_never_fails(llama: object) -> None:
-    harness = make_harness(llama, budget_tokens=3 * 64, max_rows=8)
-    rows = [[seed, *range(49)] for seed in range(3)]
-    harness.submit_all(rows, 60)
-    harness.run()
-    assert harness.loop.stats().preemptions_total > 0
-    assert_solo(harness, llama, rows, 60)
-    first_to_end = next(rid for rid, event in harness.events if isinstance(event, RequestFinished))
-    assert first_to_end == "0", "the oldest row keeps its place"
-
-
 def test_rows_that_are_taken_back_for_another_key_equal_their_solo_runs(llama: object) -> None:
     harness = make_harness(llama, max_rows=4)
     rows = prompts(6, 60, seed=14)
@@ -183,22 +169,6 @@ def test_prompt_logprobs_equal_a_plain_forward(llama: object, length: int, max_t
     assert len(scored.logprobs) == length
 
 
-def test_drawn_logprobs_equal_a_plain_forward(llama: object) -> None:
-    row = prompts(1, 50, seed=10)[0]
-    harness = make_harness(llama)
-    harness.submit("a", prompts(1, 50, seed=11)[0], 20)
-    harness.submit("b", row, 10, sampling=SamplingParams(temperature=1.3, seed=3, top_logprobs=3))
-    harness.run()
-    tokens = harness.tokens("b")
-    logits = llama(mx.array([row + tokens[:-1]]))[0, len(row) - 1 :]
-    logprobs = logits - mx.logsumexp(logits, -1, keepdims=True)
-    outputs = [e for e in harness.of("b") if isinstance(e, SequenceOutput)]
-    for at, output in enumerate(outputs):
-        (entry,) = output.logprobs
-        assert entry.logprob == pytest.approx(logprobs[at, tokens[at]].item(), abs=TINY)
-        assert [value for _, value in entry.top] == pytest.approx(mx.sort(logprobs[at])[-3:][::-1].tolist(), abs=TINY)
-
-
 def test_whole_vocabularies_equal_a_plain_forward_and_are_computed_in_turns(llama: object) -> None:
     """Of the drawn tokens and of the prompt, for requests that run together, beside one that reports nothing."""
     rows = prompts(2, 30, seed=12)
@@ -219,12 +189,3 @@ def test_whole_vocabularies_equal_a_plain_forward_and_are_computed_in_turns(llam
             assert sorted(ids) == list(range(vocab))
             assert values == pytest.approx(expected[mx.array(ids)].tolist(), abs=TINY)
             assert list(values) == sorted(values, reverse=True)
-
-
-def test_a_request_larger_than_the_pool_is_refused_at_once(llama: object) -> None:
-    harness = make_harness(llama, budget_tokens=128)
-    harness.submit("big", [1] * 100, 100)
-    harness.submit("small", [1, 2, 3], 4)
-    harness.run()
-    assert "KV memory" in str(harness.terminal("big").error)
-    assert len(harness.tokens("small")) == 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import mlx.core as mx
 import pytest
 from harness import greedy, running, solo
 from tiny import tiny_model
@@ -13,7 +12,7 @@ from tiny import tiny_model
 from mlx_parallm.core.device import PauseMode
 from mlx_parallm.core.requests import GenerationRequest, SequenceOutput
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
-from mlx_parallm.errors import AbortedError, EngineDeadError
+from mlx_parallm.errors import AbortedError
 
 PROMPT = [3, 1, 4, 1, 5]
 LONG = 200
@@ -116,21 +115,3 @@ async def test_who_leaves_while_paused_leaves_nothing_behind(engine: ContinuousB
     await asyncio.wait([asked.done, later.done])
     await engine.resume()  # after the aborts in the inbox
     assert (engine.stats().running, engine.stats().waiting, engine.stats().kv_bytes_held) == (0, 0, 0)
-
-
-async def test_the_device_thread_does_other_work_meanwhile(engine: ContinuousBatchProcessor) -> None:
-    await engine.pause(PauseMode.KEEP)
-    assert await engine.run(lambda: int(mx.array(2).item())) == 2
-
-
-async def test_a_stopped_thread_cannot_be_paused_or_resumed(engine: ContinuousBatchProcessor) -> None:
-    await engine.pause(PauseMode.KEEP)
-    held = Asking(engine, "r", 5)
-    await asyncio.sleep(0.02)
-    await asyncio.to_thread(engine.stop)
-    with pytest.raises(EngineDeadError):
-        await held.done
-    with pytest.raises(EngineDeadError):
-        await engine.pause(PauseMode.WAIT)
-    with pytest.raises(EngineDeadError):
-        await engine.resume()

@@ -8,27 +8,23 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from harness import Harness, make_harness
+from harness import TINY, Harness, make_harness
 from lora import layout_of, random_adapter
 from mixed_batch import text
 from tiny import FAMILIES, stages, tiny_model
+from word_grammar import Words
 
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import (
     CollectionSpec,
     PromptScored,
-    RequestFinished,
     SamplingParams,
     SequenceOutput,
     StopParams,
 )
-from mlx_parallm.errors import GrammarError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
 
 pytestmark = pytest.mark.ci
-
-TINY = 1e-5
-"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 
 GEMMA = 4e-5
 """The logits of random gemmas reach 45, where float32 has steps of 4e-6."""
@@ -39,48 +35,6 @@ SHOWN = SamplingParams(temperature=0.0, top_logprobs=3)
 def model_of(family: str) -> nn.Module:
     """Windows are longer than a block, so that a row passes blocks that are half in a window."""
     return tiny_model(family, **({"sliding_window": 100} if family.startswith("gemma3") else {}))
-
-
-class EvenOdd:
-    """A grammar of an even token, an odd token, and so on without end."""
-
-    ended = free = False
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def start(self) -> EvenOdd:
-        return EvenOdd()
-
-    def fill(self, mask: memoryview) -> None:
-        mask.cast("B")[:] = (b"\x55", b"\xaa")[self.count % 2] * mask.nbytes
-
-    def accept(self, token: int) -> None:
-        if token % 2 != self.count % 2:
-            raise GrammarError("the other kind comes next")
-        self.count += 1
-
-    def copy(self) -> EvenOdd:
-        following = EvenOdd()
-        following.count = self.count
-        return following
-
-    def forced(self) -> tuple[int, ...]:
-        return ()
-
-
-def outputs(harness: Harness, request_id: str, index: int = 0) -> list[SequenceOutput]:
-    return [e for e in harness.of(request_id) if isinstance(e, SequenceOutput) and e.index == index]
-
-
-def finished(harness: Harness, request_id: str) -> RequestFinished:
-    end = harness.terminal(request_id)
-    assert isinstance(end, RequestFinished), end
-    return end
-
-
-def cached_tokens(harness: Harness, request_id: str) -> int:
-    return finished(harness, request_id).cached_tokens
 
 
 def tolerance(model: nn.Module) -> float:
@@ -106,7 +60,7 @@ def assert_drawn_by(model: nn.Module, row: Sequence[int], got: Sequence[Sequence
 def assert_same_answer(one: Harness, other: Harness, request_id: str, n: int = 1, within: float = TINY) -> None:
     """Tokens, texts and reasons are equal. Each run is `within` of the exact logprobs, so they differ by twice that."""
     for index in range(n):
-        ours, theirs = outputs(one, request_id, index), outputs(other, request_id, index)
+        ours, theirs = one.outputs(request_id, index), other.outputs(request_id, index)
         assert len(ours) == len(theirs) > 0
         for a, b in zip(ours, theirs, strict=True):
             assert (a.token_ids, a.text, a.finish_reason, a.stop_reason) == (
@@ -134,6 +88,9 @@ SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, seed=5, top_logprobs=2)
 PENALISED = SamplingParams(temperature=0.8, seed=6, presence_penalty=0.5, repetition_penalty=1.3, frequency_penalty=0.2)
 
 
+WORDS = Words(tuple(range(20, 40)), tuple(range(60, 80)))
+
+
 def second_wave(answers: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
     """Turns that go on from an answer, and other requests with a prompt that was computed in part."""
     turn = {rid: [*fields["prompt"], *answers[rid], 7, 8, 9] for rid, fields in FIRST.items()}
@@ -145,7 +102,12 @@ def second_wave(answers: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
         "turn on b": {"prompt": turn["on b"], "max_tokens": 12, "sampling": SAMPLED, "adapter": AdapterRef("b", 1)},
         "group": {"prompt": [*SYSTEM, 60], "max_tokens": 10, "sampling": SAMPLED, "n": 3},
         "penalties": {"prompt": turn["long"], "max_tokens": 12, "sampling": PENALISED},
-        "grammar": {"prompt": turn["long"][:-1], "max_tokens": 12, "sampling": SAMPLED, "grammar": EvenOdd()},
+        "grammar": {
+            "prompt": turn["long"][:-1],
+            "max_tokens": 12,
+            "sampling": SAMPLED,
+            "grammar": Words(tuple(range(20, 40)), tuple(range(60, 80))),
+        },
         "stops": {"prompt": FIRST["long"]["prompt"], "stopping": StopParams(12, stop=(f"<{end}>",))},
         "collected": {"prompt": [*SYSTEM, 61], "max_tokens": 9, "sampling": SAMPLED, "collection": CollectionSpec()},
     }
@@ -179,9 +141,9 @@ def test_cached_equals_uncached(family: str, lookahead: bool) -> None:
     serve(cached, wave)
     for rid, fields in {**FIRST, **wave}.items():
         assert_same_answer(cached, uncached, rid, fields.get("n", 1), tolerance(model))
-        assert cached_tokens(uncached, rid) == 0
+        assert uncached.cached(rid) == 0
     for rid in wave:
-        assert cached_tokens(cached, rid) >= 2 * BLOCK_TOKENS, rid
+        assert cached.cached(rid) >= 2 * BLOCK_TOKENS, rid
 
 
 @pytest.mark.parametrize(("family", "step"), [("llama", 3), ("gemma2", 7), ("gemma3", 7)])
@@ -196,17 +158,8 @@ def test_second_turns_at_every_alignment(family: str, step: int) -> None:
         turn = [*row, *harness.tokens(f"first {extra}"), 9, 9]
         harness.answer(f"second {extra}", turn, 4, sampling=SHOWN)
         known = len(row) + 4
-        assert cached_tokens(harness, f"second {extra}") == known - (known % BLOCK_TOKENS) * (known % BLOCK_TOKENS < 8)
-        assert_drawn_by(model, turn, outputs(harness, f"second {extra}"))
-
-
-def test_without_the_cache_every_prompt_is_computed() -> None:
-    harness = make_harness(keep_prefixes=False)
-    row = text(200, seed=4)
-    for rid in "abc":
-        harness.answer(rid, row, 4)
-    assert harness.loop.counters.prefilled_tokens == 3 * len(row)
-    assert harness.runner.cache.bytes_cached == 0
+        assert harness.cached(f"second {extra}") == known - (known % BLOCK_TOKENS) * (known % BLOCK_TOKENS < 8)
+        assert_drawn_by(model, turn, harness.outputs(f"second {extra}"))
 
 
 # ---- what is not shared ------------------------------------------------------------------------------
@@ -219,27 +172,9 @@ def test_different_salts_and_adapters_never_share() -> None:
         for adapter in (BASE_ADAPTER, AdapterRef("a", 1), AdapterRef("b", 1)):
             rid = f"{salt} {adapter}"
             harness.answer(rid, row, 4, cache_salt=salt, adapter=adapter)
-            assert cached_tokens(harness, rid) == 0
+            assert harness.cached(rid) == 0
             harness.answer(f"{rid} again", row, 4, cache_salt=salt, adapter=adapter)
-            assert cached_tokens(harness, f"{rid} again") == len(row) // BLOCK_TOKENS * BLOCK_TOKENS
-
-
-def test_scored_prompts_are_computed_whole() -> None:
-    model = tiny_model("llama")
-    harness, row = make_harness(model), text(200, seed=6)
-    harness.answer("first", row, 4)
-    logits = model(mx.array([row]))[0]
-    expected = (logits - mx.logsumexp(logits, -1, keepdims=True)).tolist()
-    for rid in ("scored", "scored again"):
-        before = harness.loop.counters.prefilled_tokens
-        harness.answer(rid, row, 4, prompt_logprobs=1, n=2)
-        assert harness.loop.counters.prefilled_tokens == before + len(row)
-        assert cached_tokens(harness, rid) == 0
-        (scored,) = [e for e in harness.of(rid) if isinstance(e, PromptScored)]
-        for at, entry in enumerate(scored.logprobs[1:]):
-            assert entry is not None
-            assert entry.logprob == pytest.approx(expected[at][row[at + 1]], abs=TINY)
-        assert harness.tokens(rid, 0) == harness.tokens(rid, 1) == harness.tokens("first")
+            assert harness.cached(f"{rid} again") == len(row) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
@@ -290,16 +225,6 @@ def test_a_prompt_that_is_preempted_while_it_is_scored_gets_all_of_its_scores() 
 
 
 # ---- groups and preempted rows -----------------------------------------------------------------------
-
-
-def test_the_groups_of_one_prompt_share_it() -> None:
-    harness, row = make_harness(), text(210, seed=7)
-    harness.answer("one", row, 6, n=4, sampling=SAMPLED)
-    assert harness.loop.counters.prefilled_tokens == len(row)
-    harness.answer("two", row, 6, n=4, sampling=SAMPLED)
-    assert harness.loop.counters.prefilled_tokens == len(row), "a prompt's last token is computed by a decode row"
-    assert cached_tokens(harness, "two") == len(row) - 1
-    assert [harness.tokens("two", i) for i in range(4)] == [harness.tokens("one", i) for i in range(4)]
 
 
 @pytest.mark.parametrize("n", [1, 3])

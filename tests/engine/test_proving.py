@@ -27,20 +27,6 @@ def test_what_is_right_passes(prover: Prover) -> None:
     assert all(each.error is not None and each.error < 1e-4 for each in found)
 
 
-def test_adapters_that_were_tried_leave_the_bank() -> None:
-    served = Served("olmo2")
-    assert served.prover.adapters().problem == ""
-    assert served.bank.nbytes == 0
-
-
-def test_rows_are_longer_than_a_window() -> None:
-    served = Served("gemma3_text")
-    prover = served.prover
-    windows = [spec.window for spec in served.plan.layout.attention.values() if spec.window]
-    assert max(map(len, prover.rows(True))) > max(windows)
-    assert prover.batch(beyond_windows=True).problem == ""
-
-
 def test_a_lost_position_is_found(prover: Prover, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Forward.__init__
 

@@ -7,22 +7,17 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from harness import Harness, Solo, assert_same_tokens, assert_solo, make_harness, solo
+from harness import TINY, Harness, Solo, assert_same_tokens, assert_solo, make_harness, solo
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lora import layout_of, merged, random_adapter
 from mixed_batch import text
 from tiny import RECURRENT, tiny_model
 
-from mlx_parallm.core.requests import RequestFinished, SamplingParams, SequenceOutput
+from mlx_parallm.core.requests import RequestFinished, SamplingParams
 from mlx_parallm.errors import UnsupportedModelError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED
 from mlx_parallm.kv.device_memory import MemoryAccount
-from mlx_parallm.kv.states import StateArena
 from mlx_parallm.model.cache_plan import prepare
-
-TINY = 1e-5
-"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
 
 FAMILIES = [each if each in ("lfm2", "mamba") else pytest.param(each, marks=pytest.mark.slow) for each in RECURRENT]
 """In the first stage, one with attention beside its recurrent layers, and one without."""
@@ -46,13 +41,7 @@ def world(request: pytest.FixtureRequest) -> World:
 def answer(harness: Harness, name: str, prompt: Sequence[int], tokens: int = 4, **fields: Any) -> int:
     """Submits a request and runs it to its end. Returns how many tokens of its prompt were cached."""
     harness.answer(name, prompt, tokens, **fields)
-    end = harness.terminal(name)
-    assert isinstance(end, RequestFinished)
-    return end.cached_tokens
-
-
-def outputs(harness: Harness, name: str) -> list[SequenceOutput]:
-    return [event for event in harness.of(name) if isinstance(event, SequenceOutput)]
+    return harness.cached(name)
 
 
 # ---- batches ---------------------------------------------------------------------------------------
@@ -99,26 +88,6 @@ def test_half_precision_states_keep_their_types(world: World) -> None:
     assert states is not None
     dtypes = {dtype for spec in layout.recurrent.values() for dtype in spec.dtypes}
     assert {array.dtype for array in states.arena.arrays()} == dtypes
-
-
-def test_versions_that_are_published_meanwhile_are_for_new_requests(world: World) -> None:
-    """A running row keeps its version and its state; a row of the new one finds nothing of the old one in the cache."""
-    layout = layout_of(tiny_model(world.family))
-    versions = [random_adapter(layout, seed) for seed in (1, 2)]
-    harness, row = make_harness(world.model), world.rows[4]
-    for number, weights in enumerate(versions):
-        ref = harness.publish("a", weights)
-        for name in ("first", "beside"):
-            harness.submit(f"{name} {number}", row, 12, adapter=ref)
-            harness.step(4)
-    harness.submit("base", row, 12)
-    harness.run()
-    models = [merged(tiny_model(world.family), weights) for weights in versions]
-    for number, model in enumerate(models):
-        for name in ("first", "beside"):
-            assert_same_tokens(harness.tokens(f"{name} {number}"), solo(model, row, 12), TINY)
-    assert_same_tokens(harness.tokens("base"), solo(tiny_model(world.family), row, 12), TINY)
-    assert answer(harness, "again", row, adapter=harness.adapters.registry.live("a").ref) == 2 * BLOCK_TOKENS
 
 
 # ---- the prefix cache ------------------------------------------------------------------------------
@@ -175,13 +144,6 @@ def test_the_second_prompt_finds_half_of_what_it_shares_and_the_third_one_all(
     assert_solo(harness, world.model, prompts, 4)
 
 
-def test_a_first_message_that_is_shared_in_part_is_found_by_half(world: World) -> None:
-    """A system prompt with a date in it."""
-    harness, system = make_harness(world.model, max_batched_tokens=512, control_ids={END}), text(900, seed=9)
-    dated = [[*system[:700], day, *system[701:], END, 1, 2, 3] for day in (1, 2, 3)]
-    assert [answer(harness, str(day), row) for day, row in enumerate(dated)] == [0, 7 * BLOCK_TOKENS, 10 * BLOCK_TOKENS]
-
-
 def test_of_two_chats_at_once_one_computes_what_they_share(world: World) -> None:
     harness = make_harness(world.model, max_batched_tokens=512, control_ids={END})
     prompts = chats([END, *text(200, seed=9)], 2)
@@ -224,14 +186,6 @@ def test_a_prompt_ends_although_adapters_and_training_hold_more_than_the_budget(
     assert harness.loop.counters.failed_steps == 0
 
 
-def test_where_there_is_no_room_for_one_more_state_nothing_is_left_for_others(world: World) -> None:
-    harness = make_harness(world.model, states=3, max_batched_tokens=512, budget_tokens=320, control_ids={END})
-    prompts = chats([END, *text(200, seed=9)], 2)
-    for number, row in enumerate(prompts):
-        answer(harness, str(number), row)
-        assert_same_tokens(harness.tokens(str(number)), solo(world.model, row, 4), TINY)
-
-
 def test_samples_of_a_prompt_go_on_from_its_last_full_block(world: World) -> None:
     harness, row = make_harness(world.model), world.rows[1]
     harness.answer("group", row, 6, n=4)
@@ -241,108 +195,10 @@ def test_samples_of_a_prompt_go_on_from_its_last_full_block(world: World) -> Non
     assert harness.loop.counters.prefilled_tokens == len(row) + 3 * rest
 
 
-def test_a_preempted_row_goes_on_from_the_last_block_that_it_filled(world: World) -> None:
-    harness, row = make_harness(world.model), world.rows[3]
-    harness.submit("a", row, 100)
-    harness.until(lambda: len(harness.tokens("a")) >= 70)
-    before = harness.loop.counters.prefilled_tokens
-    harness.loop.scheduler.preempt(harness.loop.scheduler.live[0])
-    harness.run()
-    assert_same_tokens(harness.tokens("a"), solo(world.model, row, 100), TINY)
-    assert harness.loop.counters.prefilled_tokens - before <= BLOCK_TOKENS
-
-
-def test_without_the_cache_no_checkpoint_is_made(world: World) -> None:
-    harness, row = make_harness(world.model, keep_prefixes=False), world.rows[1]
-    for name in "ab":
-        assert answer(harness, name, row) == 0
-    states = harness.loop.stats().detail["recurrent_states"]
-    assert (states["used"], states["cached"]) == (0, 0)
-
-
 # ---- faults ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["read", "add", "copy"])
-def test_a_fault_of_the_device_costs_no_row_its_answer(
-    world: World, call: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows and checkpoints start again in a fresh pool. A unit's own rows may fail."""
-    harness, whole, calls = make_harness(world.model), getattr(StateArena, call), 0
-
-    def faulty(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error")
-        return whole(*args)
-
-    answer(harness, "before", world.rows[1])
-    monkeypatch.setattr(StateArena, call, faulty)
-    for i in range(6):
-        harness.submit(str(i), world.rows[1], 6)
-        harness.step(3)
-    harness.run()
-    ended = [str(i) for i in range(6) if isinstance(harness.terminal(str(i)), RequestFinished)]
-    assert ended
-    for name in ended:
-        assert_same_tokens(harness.tokens(name), solo(world.model, world.rows[1], 6), TINY)
-    assert harness.runner.cache.bytes_used == 0
-
-
 # ---- limits ----------------------------------------------------------------------------------------
-
-
-def test_a_row_is_not_rolled_back(world: World) -> None:
-    cache = make_harness(world.model).runner.cache
-    row = cache.open(40)
-    assert row is not None
-    row.computed = 30
-    assert not cache.layout.rolls_back
-    with pytest.raises(ValueError, match="recurrent state"):
-        cache.truncate(row, 20)
-    with pytest.raises(ValueError, match="recurrent state"):
-        cache.fork(row, 20, 40)
-
-
-def test_states_that_no_row_has_any_more_leave_memory(world: World) -> None:
-    """Rows that join and leave cut the batches of states up, and checkpoints do not keep the rows beside them."""
-    harness, most = make_harness(world.model, max_rows=4), list[int]()
-    states = harness.runner.cache.states
-    assert states is not None
-
-    def count() -> None:
-        most.append(sum(batch.rows for batch in states.arena.batches(range(states.arena.blocks))))
-
-    for i in range(12):
-        harness.submit(str(i), world.rows[i % 3], 3 + 5 * (i % 4))
-    harness.run(count)
-    assert 2 <= max(most) <= 4, "the rows of the last pass"
-
-
-def test_a_pool_counts_the_state_of_each_row(world: World) -> None:
-    """A budget of some blocks and two states has two rows at most."""
-    harness = make_harness(world.model, budget_tokens=BLOCK_TOKENS * 4, states=2, max_rows=8)
-    most = 0
-    for i in range(4):
-        harness.submit(str(i), world.rows[2], 5)
-
-    def count() -> None:
-        nonlocal most
-        most = max(most, len(harness.loop.scheduler.live))
-
-    harness.run(count)
-    assert 1 <= most <= 3
-    assert harness.runner.cache.bytes_used == 0
-    for i in range(4):
-        assert_same_tokens(harness.tokens(str(i)), solo(world.model, world.rows[2], 5), TINY)
-
-
-def test_a_prompt_that_fills_the_memory_is_answered_though_there_is_no_room_for_its_checkpoint(world: World) -> None:
-    harness, prompt = make_harness(world.model, budget_tokens=320, states=1), text(300, seed=3)
-    answer(harness, "begin", prompt[:100])
-    answer(harness, "whole", prompt, 8)
-    assert_same_tokens(harness.tokens("whole"), solo(world.model, prompt, 8), TINY)
 
 
 def test_without_keys_and_values_there_is_nothing_to_quantize() -> None:
@@ -358,5 +214,5 @@ def test_keys_and_values_beside_states_may_be_quantized(family: str) -> None:
     cut.submit("first", row, 6)
     for harness in whole, cut:
         answer(harness, "again", row, 6, sampling=SamplingParams(temperature=0.0, top_logprobs=0))
-    got, want = ([out.logprobs[0].logprob for out in outputs(each, "again")] for each in (cut, whole))
+    got, want = ([out.logprobs[0].logprob for out in each.outputs("again")] for each in (cut, whole))
     assert got == pytest.approx(want, abs=0.02)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 from harness import GREEDY, Harness, make_harness
-from tiny import tiny_model
 
 from mlx_parallm.core.machine import Relief
 from mlx_parallm.core.requests import GenerationRequest, StopParams, WorkClass
@@ -59,26 +58,6 @@ def test_running_rows_go_on_and_leave_nothing_behind() -> None:
     harness.loop.check_integrity()
     assert harness.tokens("long") == alone.tokens("long")
     assert (harness.loop.stats().kv_bytes_cached, array_bytes(harness)) == (0, 0)
-
-
-def test_a_draft_model_keeps_no_cached_prefixes_while_a_row_uses_it() -> None:
-    harness = with_cached_prefixes(draft=tiny_model("llama"))
-    cache = harness.loop.draft_model._cache
-    assert cache.bytes_cached > 0
-    harness.submit("long", PROMPTS[0], 1000)
-    harness.step(20)
-    harness.loop.relieve(Relief.PREFIXES)
-    harness.step(20)
-    assert (list(cache.rows) != [], cache.bytes_cached) == (True, 0)
-
-
-def test_prefixes_are_cached_again_afterwards() -> None:
-    harness = with_cached_prefixes()
-    harness.loop.relieve(Relief.PREFIXES)
-    harness.run()
-    harness.loop.relieve(Relief.NONE)
-    harness.answer("again", PROMPTS[0], 10)
-    assert harness.loop.stats().kv_bytes_cached > 0
 
 
 def test_rollouts_wait_and_live_requests_do_not() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from harness import assert_same_tokens, make_harness, solo
+from harness import TINY, assert_same_tokens, make_harness, solo
 from tiny import tiny_model
 
 from mlx_parallm.core.requests import RequestFinished
 
-TINY = 1e-5
 SYSTEM = [(7 * i) % 250 for i in range(400)]
 
 
@@ -24,14 +23,6 @@ def test_a_text_that_all_have_in_common_is_computed_once() -> None:
     assert harness.loop.counters.prefilled_tokens <= 384 + 64 + apart
     ends = [harness.terminal(name) for name in asked]
     assert sorted(end.cached_tokens for end in ends if isinstance(end, RequestFinished)) == [0, *[384] * 5]
-
-
-def test_other_adapters_and_salts_compute_for_themselves() -> None:
-    harness = make_harness()
-    for salt in ("", "a", "b"):
-        harness.submit(f"salt {salt}", SYSTEM, 2, cache_salt=salt)
-    harness.run()
-    assert harness.loop.counters.prefilled_tokens == 3 * len(SYSTEM)
 
 
 def test_one_that_is_preempted_leaves_the_others_to_go_on() -> None:

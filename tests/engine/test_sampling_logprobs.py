@@ -7,22 +7,19 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from harness import Harness, make_harness
+from harness import TINY, Harness, make_harness
 from lora import layout_of, merged, random_adapter
 from mixed_batch import text as prompt
 from tiny import VOCAB_SIZE, tiny_model
 
 from mlx_parallm.core.requests import CollectionSpec, RequestFinished, SamplingParams, SequenceOutput, WorkClass
 
-TINY = 1e-5
-"""Invariant 8's bound on logprobs across shapes, for tiny float32 models."""
-
 COLLECTED = CollectionSpec()
 
 
 def outputs(harness: Harness, request_id: str, index: int = 0) -> list[SequenceOutput]:
     assert isinstance(harness.terminal(request_id), RequestFinished)
-    return [e for e in harness.of(request_id) if isinstance(e, SequenceOutput) and e.index == index]
+    return harness.outputs(request_id, index)
 
 
 def assert_drawn_by(
@@ -105,23 +102,6 @@ def test_collection_asks_for_them_and_the_work_class_does_not(work_class: WorkCl
     assert [len(output.sampling_logprobs) for output in outputs(harness, "kept")] == [1] * 8
     assert [len(output.sampling_logprobs) for output in outputs(harness, "not kept")] == [0] * 8
     assert harness.tokens("kept") == harness.tokens("not kept")
-
-
-@pytest.mark.parametrize("others_ask", [False, True])
-def test_a_batch_where_nobody_asks_computes_none(others_ask: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = make_harness()
-    computed: list[bool] = []
-    read = harness.runner.read
-
-    def watched(step):
-        computed.append(step.sampled.sampling_logprobs is not None)
-        return read(step)
-
-    monkeypatch.setattr(harness.runner, "read", watched)
-    for request_id, asks in (("plain", False), ("other", others_ask)):
-        harness.submit(request_id, [4, 5, 6], 6, sampling=SamplingParams(), collection=COLLECTED if asks else None)
-    harness.run()
-    assert set(computed) == {others_ask}
 
 
 @pytest.mark.parametrize("source", ["text", "draft model"])

@@ -18,7 +18,6 @@ from mlx_parallm.core.requests import (
     RequestFailed,
     RequestFinished,
     SamplingParams,
-    SequenceOutput,
     StopParams,
 )
 from mlx_parallm.engine.speculate import PromptLookup
@@ -68,7 +67,7 @@ def outputs(harness: Harness, name: str) -> list[Any]:
     """Tokens, text, reasons and logprobs of each choice."""
     found = []
     for index in range(3):
-        events = [e for e in harness.of(name) if isinstance(e, SequenceOutput) and e.index == index]
+        events = harness.outputs(name, index)
         ids = [token for e in events for token in e.token_ids]
         text = "".join(e.text for e in events)
         logprobs = [(one.logprob, *[value for _, value in one.top]) for e in events for one in e.logprobs]
@@ -123,41 +122,20 @@ def assert_drafts_change_no_text(
     assert with_drafts.steps <= slack * without.steps
 
 
+HUNDREDS = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=HUNDREDS)])
 @pytest.mark.parametrize(("family", "lookahead"), [("llama", False), ("gemma3", True)])
-def test_texts_are_the_same_with_and_without_drafts(family: str, lookahead: bool) -> None:
-    assert_drafts_change_no_text(family, 12, lookahead)
+def test_texts_are_the_same_with_and_without_drafts(family: str, lookahead: bool, count: int) -> None:
+    assert_drafts_change_no_text(family, count, lookahead)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_hundreds_of_texts_are_the_same_with_and_without_drafts(family: str, lookahead: bool) -> None:
-    assert_drafts_change_no_text(family, 500, lookahead)
-
-
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=HUNDREDS)])
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("text", [False, True], ids=["alone", "and texts"])
-def test_texts_are_the_same_with_and_without_a_draft_model(lookahead: bool, text: bool) -> None:
-    assert_drafts_change_no_text("llama", 12, lookahead, text, tiny_model("llama"), least=1)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("text", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_hundreds_of_texts_are_the_same_with_and_without_a_draft_model(family: str, text: bool) -> None:
-    assert_drafts_change_no_text(family, 500, text, text, tiny_model(family), least=1)
-
-
-def test_a_sequence_that_reports_many_candidates_gets_no_draft() -> None:
-    """It would sample several tokens in one unit, each with all of its candidates."""
-    harness = make_harness(speculates=True)
-    for request_id, top in (("few", 20), ("many", 21)):
-        before = harness.loop.counters.drafted.total()
-        sampling = SamplingParams(temperature=0.0, top_logprobs=top, allowed_tokens=bytes(FEW))
-        harness.answer(request_id, [3, 7, 9] * 20, 24, sampling=sampling)
-        assert (harness.loop.counters.drafted.total() > before) == (request_id == "few")
+def test_texts_are_the_same_with_and_without_a_draft_model(lookahead: bool, text: bool, count: int) -> None:
+    assert_drafts_change_no_text("llama", count, lookahead, text, tiny_model("llama"), least=1)
 
 
 class FailingGuesses(Words):
@@ -249,23 +227,6 @@ def test_what_a_row_with_drafts_leaves_in_the_prefix_cache_is_right() -> None:
 
 
 # ---- drafts from the text itself ---------------------------------------------------------------------
-
-
-def test_the_newest_occurrence_of_the_longest_ending_decides() -> None:
-    tokens = [1, 2, 3, 10, 11, 9, 2, 3, 20, 21, 1, 2, 3]
-    assert PromptLookup(tokens).propose(4) == [10, 11, 9, 2], "three tokens agree there, two where 20 follows"
-    assert PromptLookup(tokens[1:]).propose(2) == [20, 21], "of two, the newest"
-
-
-def test_a_text_without_repetition_gives_no_draft() -> None:
-    assert PromptLookup([1, 2, 3, 4, 5]).propose(8) == ()
-    assert PromptLookup([]).propose(8) == ()
-    assert PromptLookup([1]).propose(8) == ()
-
-
-def test_a_loop_goes_on() -> None:
-    assert PromptLookup([7, 8, 7, 8, 7, 8]).propose(5) == [7, 8, 7, 8, 7]
-    assert PromptLookup([4, 4, 4]).propose(3) == [4, 4, 4]
 
 
 def test_a_text_that_grows_is_looked_up_as_a_new_one_would_be() -> None:

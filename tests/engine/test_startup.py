@@ -37,13 +37,6 @@ def test_every_term_is_measured_and_no_row_is_left() -> None:
     runner.cache.check_integrity()
 
 
-def test_the_output_layer_counts_for_tokens_that_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units that sample nothing take no time here, and each sampled token takes a millisecond."""
-    seconds = lambda runner, check, chunks, context, samples=0: len(chunks) * samples * 1e-3  # noqa: E731
-    monkeypatch.setattr("mlx_parallm.engine.startup._seconds", seconds)
-    assert calibrate(make_harness().runner).per_sample == pytest.approx(1e-3)
-
-
 def test_kernels_that_are_compiled_at_first_use_do_not_count_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit takes a millisecond here, and 4 s more if no unit before had as many tokens and as long a context: on an
     H100, MLX compiles a kernel in 3 to 5 s. Terms that are measured so stay wrong for as long as a server runs."""
@@ -61,22 +54,6 @@ def test_kernels_that_are_compiled_at_first_use_do_not_count_on_a_gpu(monkeypatc
     cost = calibrate_steps(runner, calibrate(runner))
     assert cost.seconds([Chunk(512, 1024)], samples=1) < 0.01
     assert cost.step_seconds(8) < 0.01
-
-
-@pytest.mark.parametrize(("unit_s", "times"), [(0.01, 12), (2.0, 4)])
-def test_beside_programs_that_use_a_cpu_no_unit_is_timed_again(
-    unit_s: float, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timed: list[int] = []
-
-    def seconds(runner: object, check: object, chunks: list[int], context: int, samples: int = 0) -> float:
-        timed.append(len(chunks))
-        return unit_s
-
-    monkeypatch.setattr("mlx_parallm.engine.startup._seconds", seconds)
-    monkeypatch.setattr("mlx_parallm.engine.startup.on_cpu", lambda: True)
-    calibrate(make_harness().runner)
-    assert len(timed) == times
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -213,12 +190,6 @@ def test_rows_are_timed_if_states_cannot_be_rolled_back(monkeypatch: pytest.Monk
     runner = make_harness(tiny_model("qwen3_next")).runner
     assert not runner.cache.layout.rolls_back
     assert [tokens for tokens, _ in calibrate_steps(runner, CostModel()).steps] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
-
-
-def test_units_of_a_few_tokens_are_timed_in_one_block() -> None:
-    runner = make_harness(budget_tokens=64).runner
-    assert calibrate_steps(runner, CostModel()).steps
-    assert not list(runner.cache.rows)
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])

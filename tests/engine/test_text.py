@@ -9,7 +9,7 @@ from harness import make_harness
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_parallm.core.requests import FinishReason, SequenceOutput, StopParams
+from mlx_parallm.core.requests import FinishReason, StopParams
 from mlx_parallm.engine.text import StopMatcher, TextStream
 
 SMALL = st.text(alphabet="abc", min_size=0, max_size=30)
@@ -102,13 +102,6 @@ def test_held_text_is_released_when_the_sequence_ends_otherwise() -> None:
     assert (last.text, last.finish_reason) == ("b\ufffd", FinishReason.LENGTH)
 
 
-def test_eos_ends_the_text_and_is_not_part_of_it() -> None:
-    text = stream("a", "</s>", eos=1)
-    assert text.accept(0).finish_reason is None
-    assert text.accept(1).text == ""
-    assert text.generated == 2
-
-
 def test_a_stop_token_ends_the_text_and_says_which() -> None:
     """Also with `ignore_eos`. The end-of-sequence token keeps its own reason."""
     first = make_harness()
@@ -119,7 +112,7 @@ def test_a_stop_token_ends_the_text_and_says_which() -> None:
     harness.submit("stopped", [1, 2, 3], stopping=StopParams(9, ignore_eos=True, stop_token_ids=stops))
     harness.submit("ended", [1, 2, 3], stopping=StopParams(9, stop_token_ids=(tokens[2],)))
     harness.run()
-    ends = [[e for e in harness.of(name) if isinstance(e, SequenceOutput)][-1] for name in ("stopped", "ended")]
+    ends = [harness.outputs(name)[-1] for name in ("stopped", "ended")]
     end = next(place for place, token in enumerate(tokens) if token in stops)
     assert harness.tokens("stopped") == tokens[: end + 1]
     assert [(e.text, e.finish_reason, e.stop_reason) for e in ends] == [
@@ -152,13 +145,6 @@ def test_stops_count_only_from_min_tokens(min_tokens: int, ends_at: int) -> None
     text = stream("x", stop=("x",), min_tokens=min_tokens)
     reasons = [text.accept(0).finish_reason for _ in range(ends_at + 1)]
     assert reasons == [None] * ends_at + [FinishReason.STOP]
-
-
-def test_a_stop_string_that_is_included_ends_the_text_and_nothing_is_held_back() -> None:
-    text = stream("a", "b", "cd", stop=("bc",), include_stop=True)
-    assert [text.accept(0).text, text.accept(1).text] == ["a", "b"]
-    last = text.accept(2)
-    assert (last.text, last.finish_reason, last.stop_reason) == ("c", FinishReason.STOP, "bc")
 
 
 @given(SMALL, STOPS, st.data())

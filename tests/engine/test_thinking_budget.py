@@ -58,26 +58,3 @@ def test_a_grammar_begins_after_the_forced_mark() -> None:
     harness.answer("r", PROMPT, 20, grammar=grammar, sampling=NO_END)
     tokens = harness.tokens("r")
     assert tokens[3:] == [*MARK, 7, 8, 9]
-
-
-def test_a_row_is_not_masked_when_its_answer_has_begun() -> None:
-    class Counting(FreeText):
-        filled = 0
-
-        def start(self) -> object:
-            state = super().start()
-            fill = state.fill
-
-            def counted(mask: memoryview) -> None:
-                Counting.filled += 1
-                fill(mask)
-
-            state.fill = counted
-            return state
-
-    for lookahead in (False, True):
-        Counting.filled = 0
-        harness = make_harness(eos_ids=(END,), lookahead=lookahead)
-        harness.answer("r", PROMPT, 40, grammar=Counting(Tokenizer(), started=True, budget=5), sampling=NO_END)
-        assert len(harness.tokens("r")) == 40
-        assert Counting.filled <= 5 + len(MARK) + lookahead

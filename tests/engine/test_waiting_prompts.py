@@ -7,12 +7,11 @@ import asyncio
 import pytest
 from harness import engine_parts, greedy, make_harness, running
 
-from mlx_parallm.core.requests import Event, RequestFailed, RequestFinished, RequestStarted, WorkClass
+from mlx_parallm.core.requests import Event, RequestFailed, RequestFinished, WorkClass
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.engine import EngineParts
-from mlx_parallm.engine.scheduler import RLAwareScheduler, SchedulerConfig
+from mlx_parallm.engine.scheduler import SchedulerConfig
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
-from mlx_parallm.engine.units import ForwardUnit
 from mlx_parallm.errors import QueueTimeoutError
 
 
@@ -32,24 +31,6 @@ def test_short_requests_are_served_behind_a_long_one() -> None:
         harness.submit(name, list(range(1, 40)), max_tokens=2)
     harness.until(lambda: all(any(isinstance(e, RequestFinished) for e in harness.of(name)) for name in shorts))
     assert len(harness.tokens("long")) < 60
-
-
-def test_the_time_in_the_queue_ends_with_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = make_harness()
-    order: list[float] = []
-    launched = RLAwareScheduler.record_launch
-
-    def noted(self: RLAwareScheduler, unit: ForwardUnit, now: float) -> None:
-        order.append(now)
-        launched(self, unit, now)
-
-    monkeypatch.setattr(RLAwareScheduler, "record_launch", noted)
-    harness.answer("one", list(range(1, 200)), max_tokens=1)
-    end = harness.terminal("one")
-    assert isinstance(end, RequestFinished)
-    assert end.started_at == order[0]
-    assert harness.of("one")[0] == RequestStarted(end.arrived_at, end.started_at)
-    assert end.arrived_at <= end.started_at < end.first_token_at
 
 
 # ---- the longest wait in the queue -----------------------------------------------------------------
