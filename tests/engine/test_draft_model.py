@@ -112,6 +112,3 @@ def test_an_aborted_row_leaves_no_draft_row() -> None:
     harness.run()
     assert not list(draft_of(harness)._cache.rows)
     assert draft_of(harness).bytes_held == 0, "nor its memory, though no unit follows"
-
-
-# -- how often it is right -----------------------------------------------------------------------

@@ -27,9 +27,6 @@ def model() -> nn.Module:
     return tiny_model("deepseek_v3")
 
 
-# ---- memory ----------------------------------------------------------------------------------------
-
-
 def width(config: Mapping[str, Any]) -> int:
     """Numbers that the model's paper keeps for a token and layer: the latent, and one key with positions."""
     return config["kv_lora_rank"] + config["qk_rope_head_dim"]
@@ -45,12 +42,6 @@ def test_a_token_takes_one_latent_and_one_key_with_positions_in_each_layer(name:
     assert pool.bytes_used == 5 * BLOCK_TOKENS * expected
     (group,) = pool.groups
     assert sum(array.nbytes for array in group.arena.arrays()) == group.allocator.total * BLOCK_TOKENS * expected
-
-
-# ---- rows ------------------------------------------------------------------------------------------
-
-
-# ---- two forms -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [16, 128], ids=["expanded", "absorbed"])
