@@ -372,3 +372,7 @@ def test_the_temperature_and_the_system_prompt_are_those_of_the_settings(tmp_pat
     assert lengths[0] < lengths[1]
 
 
+def test_an_unknown_environment_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    absent = configure(tmp_path / "no model", None, None)
+    with pytest.raises(ConfigError, match="letterz"):
+        run(absent, TrainOptions("letterz", 1, 2, 1), View())

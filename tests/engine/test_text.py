@@ -89,8 +89,6 @@ def test_long_stops_cost_little_whatever_the_text() -> None:
     assert per_stop <= 2 * sum(map(len, pieces)) + max(map(len, stops))
 
 
-
-
 def test_held_text_is_released_when_the_sequence_ends_otherwise() -> None:
     text = stream("a", "b", stop=("bc",), max_tokens=2, tail="\ufffd")
     assert text.accept(0).text == "a"
