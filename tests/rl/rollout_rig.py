@@ -92,13 +92,11 @@ class Rig:
         self.groups: list[tuple[Sequence[Trajectory], Mapping[str, float]]] = []
         self.ended: Counter[int] = Counter()
         options = RolloutSettings(**{"group_size": 2, "max_tokens": 9, "run": "r", "timeout_s": 5.0, **settings})
-        draw = None
+        draw, generate = None, lambda request: self.engine.generate(request)  # as it is then
         if is_of_episodes(environment):
-            draw = Episodes(
-                environment, self.thread, self.engine.generate, self._collect, Tokenizer(), options, self._count
-            ).sample
+            draw = Episodes(environment, self.thread, generate, self._collect, Tokenizer(), options, self._count).sample
         tasks = itertools.islice(environment.tasks(options.seed), options.taken, None)
-        self.rollouts = Rollouts(self.engine.generate, self.leases, Tokenizer(), tasks, options, self._count, draw)
+        self.rollouts = Rollouts(generate, self.leases, Tokenizer(), tasks, options, self._count, draw)
 
     async def draw(self, groups: int = 1):
         return await self.rollouts.sample(groups, "math")

@@ -97,7 +97,7 @@ async def test_a_version_below_the_floor_never_goes_live() -> None:
     rig = await evaluated(0.1, 0.4, RuntimeError("no answer"), 0.5, every=1, eval_floor=0.5)
     assert [(await rig.updated(1.0, 0.0)).status for _ in range(3)] == ["held", "held", "published"]
     assert rig.training.checkpoints.best.ref == ref(3)
-    seen = rig.training._parts.evaluator.seen
+    seen = rig.evaluator.seen
     assert seen == [(BASE_ADAPTER, None, None), (ref(1), None, 1.0), (ref(2), None, 1.0), (ref(3), None, 1.0)]
     assert rig.publisher.discarded == [ref(1), ref(2)]
     status = rig.loop.status()
@@ -113,7 +113,7 @@ async def test_without_a_floor_the_live_version_is_evaluated_every_k_updates() -
     reports = [await rig.updated(1.0, 0.0) for _ in range(6)]
     assert {report.status for report in reports} == {"published"}
     assert [report.metrics.get("eval_mean") for report in reports] == [None, 0.3, None, None, None, 0.2]
-    versions = [(version, live) for version, live, _ in rig.training._parts.evaluator.seen]
+    versions = [(version, live) for version, live, _ in rig.evaluator.seen]
     assert versions == [(BASE_ADAPTER, None), (ref(2), ref(2)), (ref(4), ref(4)), (ref(6), ref(6))]
     kinds = [kind for kind in rig.kinds if kind.startswith("evaluation")]
     assert kinds == ["evaluation", "evaluation", "evaluation_failed", "evaluation"]
@@ -185,7 +185,7 @@ async def test_a_live_version_without_a_trainers_state_begins_with_its_weights()
 
     rig = Rig(policy_of=policy_of)
     rig.publisher.versions[ref(7)], rig.publisher.names[NAME] = 7.0, ref(7)
-    rig.publisher._next[NAME] = 7
+    rig.publisher.number_from(NAME, 8)
     rig.publisher.saved.append((CheckpointCard("checkpoint-9", ref(7), 9, "", 0), policy(7.0, 9)))
     rig.publisher.damaged.add("checkpoint-9")
     await rig.loop.open()

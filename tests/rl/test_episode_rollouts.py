@@ -62,7 +62,7 @@ async def test_a_turn_continues_the_tokens_that_were_drawn() -> None:
                     else event
                 )
 
-        world.rollouts._sample.__self__._generate = with_other_tokens
+        world.engine.generate = with_other_tokens
         await world.draw()
         first, second, third, edited = world.groups[0][0]
         tokens = (*first.prompt_ids, 7, 8, END)
