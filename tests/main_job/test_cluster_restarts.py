@@ -1,17 +1,19 @@
-"""A cluster whose versions change and whose nodes are stopped: no answer is of a wrong version, and nothing is left."""
+"""A cluster whose parts are killed and started again: it still knows its versions, and no answer is of a wrong one."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import pytest
-from main_job.cluster_nodes import Cluster, adapters_for, answer, joined, nats_of, nodes_of, until
+from main_job.cluster_nodes import Cluster, adapters_for, answer, answer_or_none, joined, nats_of, nodes_of, until
 from main_job.serving import Server
 
 pytestmark = pytest.mark.slow
@@ -30,8 +32,19 @@ def cluster(files: Path, tmp_path: Path) -> Iterator[Cluster]:
         yield nodes
 
 
+def versions_of(server: Server) -> list[dict[str, Any]]:
+    versions: list[dict[str, Any]] = server.get("/v1/cluster")["versions"]
+    return versions
+
+
 def ready(server: Server) -> int:
     return sum(node["ready"] for node in nodes_of(server).values())
+
+
+def answer_of(server: Server, version: str) -> tuple[str, str] | None:
+    """The answer if it is of this version."""
+    said = answer_or_none(server)
+    return said if said is not None and said[1] == version else None
 
 
 def is_running(process: int) -> bool:
@@ -46,6 +59,47 @@ def kill(server: Server) -> None:
     assert server.process is not None
     server.process.kill()
     server.process.wait()
+
+
+def test_a_head_that_was_killed_has_the_same_registry_and_replicas_come_back(cluster: Cluster, files: Path) -> None:
+    head, (replica,) = joined(cluster, 1)
+    for number in (1, 2):
+        cluster.publish("math", number, files / f"adapter-{number}")
+    before, said, nats = versions_of(head), answer(head, 0), nats_of(head)
+    kill(head)
+    assert answer(replica, 0) == said, "a replica serves its own clients without a head"
+    until(lambda: not is_running(nats))
+    again = cluster.head()
+    started = time.monotonic()
+    until(lambda: ready(again) == 2)
+    print(f"the replica was back {time.monotonic() - started:.2f} s after the head was ready")
+    assert time.monotonic() - started < 5
+    assert versions_of(again) == before
+    assert until(lambda: answer_of(again, said[1])) == said
+    cluster.publish("math", 3, files / "adapter-3")
+    assert until(lambda: answer_of(again, "math@3")) == until(lambda: answer_of(replica, "math@3"))
+
+
+def test_nats_that_was_killed_is_started_again_and_no_request_notices(cluster: Cluster, files: Path) -> None:
+    head, (_replica,) = joined(cluster, 1)
+    cluster.publish("math", 1, files / "adapter-1")
+    before, nats = versions_of(head), nats_of(head)
+    expected = {number: answer(head, number, 600) for number in range(8)}
+    with ThreadPoolExecutor(8) as pool:
+        answers = {number: pool.submit(answer, head, number, 600) for number in expected}
+        os.kill(nats, signal.SIGKILL)
+        killed = time.monotonic()
+        until(lambda: not head.get("/v1/cluster")["connected"])
+        until(lambda: head.get("/v1/cluster")["connected"] and ready(head) == 2)
+        print(f"the cluster was whole again {time.monotonic() - killed:.2f} s after NATS was killed")
+        assert time.monotonic() - killed < 5
+        assert {number: each.result() for number, each in answers.items()} == expected
+    status = head.get("/v1/cluster")
+    assert (status["nodes_lost"], status["streams_broken"], status["requests_retried"]) == (0, 0, 0)
+    assert versions_of(head) == before
+    assert nats_of(head) != nats
+    cluster.publish("math", 2, files / "adapter-2")
+    assert until(lambda: answer_of(head, "math@2"))
 
 
 def test_no_answer_is_of_another_version_than_it_says(cluster: Cluster, files: Path) -> None:

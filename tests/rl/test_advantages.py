@@ -117,13 +117,6 @@ def test_rewards_that_are_far_too_large_do_not_make_the_others_weak(absurd, befo
     assert found[first:] == [1.0] * (500 - first)
 
 
-@pytest.mark.parametrize("dropped", [[9.0, 9.0], [9.0]])
-def test_batch_scale_counts_the_rewards_of_dropped_groups(dropped):
-    with_dropped = advantages_of([[0.0, 1.0], dropped], RewardScale.BATCH)[0]
-    alone = advantages_of([[0.0, 1.0]], RewardScale.BATCH)[0]
-    assert 0 < with_dropped.values[1] < alone.values[1]
-
-
 def test_a_running_baseline_compares_with_what_came_before():
     baseline, seen = RunningBaseline.starting_at(1.0), []
     for reward in (0.0, 2.0, 2.0):

@@ -106,16 +106,6 @@ def test_what_checkpoints_cover_is_removed_and_the_file_becomes_smaller(path: Pa
     assert counts(path) == (2 + 1 + 2 + 11 * 6, 2 + 11 * 4)
 
 
-def test_the_newest_updates_stay_although_checkpoints_cover_them(path: Path) -> None:
-    file = JournalFile(path)
-    finish(compaction(file, "math", covered=61, keep=20))
-    assert [file.fate(f"g{number}-0") is None for number in (41, 42)] == [True, False]
-    finish(compaction(file, "math", covered=61, keep=1000))
-    finish(compaction(file, "tone", covered=61, keep=0))
-    assert file.fate("g42-0") is not None
-    file.close()
-
-
 def test_what_an_update_has_learnt_again_and_may_learn_again_stays(path: Path) -> None:
     file = JournalFile(path)
     remembering = change(62, group(62), replace(group(7), remembered=True))

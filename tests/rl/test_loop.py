@@ -64,18 +64,6 @@ async def test_staleness_is_bounded_counted_and_told_to_the_trainer() -> None:
     assert rig.loop.reason_against(ref(9)) is DropReason.UNKNOWN_VERSION
 
 
-async def test_an_update_without_any_signal_teaches_nothing_and_never_pauses() -> None:
-    rig = await opened(settings=changed(SETTINGS, max_skips=1))
-    for _ in range(3):
-        report = await rig.updated(1.0, 1.0)
-        assert (report.status, report.reason) == ("skipped", "no_signal")
-    assert (await rig.loop.update(None)).reason == "no_trajectories"
-    assert rig.learner.batches == []
-    assert rig.loop.status().skips == {"no_signal": 3, "no_trajectories": 1}
-    assert rig.loop.status().state == "idle"
-    rig.check()
-
-
 async def test_single_samples_are_compared_with_their_scorers_past() -> None:
     rig = await opened()
     singles = [rig.drawn(reward, scorer=scorer) for reward, scorer in ((1.0, "math"), (5.0, "exact"), (0.0, "math"))]

@@ -75,25 +75,6 @@ async def test_whoever_asked_is_told_what_failed() -> None:
         assert (await one.service.update(given=GIVEN)).status == "published"
 
 
-async def test_control() -> None:
-    async with world(changed(SETTINGS, update_frequency=2)) as one:
-        assert (await one.service.pause()).state == "paused"
-        await one.request()
-        await settle()
-        assert one.learner.batches == []
-        assert (await one.service.start()).state in ("running", "updating")
-        await settle()
-        assert one.service.status().current == AdapterRef("main", 1)
-        await one.service.pause()
-        await one.service.resume()
-        assert one.service.status().state == "idle"
-        status = await one.service.rollback()
-        assert status.current == AdapterRef("main", 2)
-        assert one.publisher.versions[AdapterRef("main", 2)] == 0.0, "the base was the best, and is no version"
-        with pytest.raises(UnknownModelError):
-            await one.service.rollback(to="nothing")
-
-
 async def test_everything_is_told_in_order() -> None:
     async with world(changed(SETTINGS, update_frequency=2), checkpointing=CheckpointingConfig(interval=1)) as one:
         async with aclosing(one.service.events()) as events:

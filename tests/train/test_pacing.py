@@ -57,14 +57,6 @@ def test_no_unit_is_longer_than_the_budget_and_few_are_needed(machine: Machine, 
     assert len(seconds) <= sum(seconds) / (0.7 * budget - 0.15) + 1
 
 
-def test_larger_micro_batches_are_cut_into_more_units(machine: Machine) -> None:
-    pacer = Pacer(0.5)
-    machine.units(pacer)
-    small, large = machine.units(pacer, tokens=50), machine.units(pacer, tokens=250)
-    assert len(large) > 2 * len(small)
-    assert max(large) <= 0.5
-
-
 def test_it_follows_a_machine_that_becomes_slower(machine: Machine) -> None:
     pacer = Pacer(0.5)
     machine.units(pacer)
