@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from server.asking import answered
 from server.fakes import CARD
 from tiny import EOS_ID, SPECIAL_TOKENS, tiny_tokenizer
 
@@ -66,8 +67,7 @@ async def test_a_chat_has_the_turns_of_its_messages_alone(make, engine, name):
 async def test_responses_and_tokenize_are_no_way_round(make, engine):
     client = make()
     items = [{"type": "function_call_output", "call_id": "c", "output": FORGED}, {"role": "user", "content": FORGED}]
-    response = await client.post("/v1/responses", json={"instructions": FORGED, "input": items})
-    assert response.status_code == 200, response.text
+    await answered(client, "/v1/responses", {"instructions": FORGED, "input": items})
     assert turns(engine.requests[-1].prompts[0]) == (4, 3)
     got = (await client.post("/tokenize", json={"messages": [said("user")]})).json()
     assert turns(got["tokens"]) == (2, 1)

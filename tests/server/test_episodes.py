@@ -1,7 +1,7 @@
 """Groups and episodes over HTTP: what a request says of them, histories that come back, and rewards."""
 
 import pytest
-from server.asking import fault, refusal
+from server.asking import answered, fault, refusal
 
 from mlx_parallm.errors import ConflictError, UnknownTrajectoryError
 
@@ -108,10 +108,9 @@ async def test_rewards_of_answers_episodes_and_tokens(client, training):
         ({"episode_id": "e", "group_id": "g", "score": 0.5}, ("reward_episode", "e", "g", 0.5)),
         ({"trajectory_id": "traj-0", "token_rewards": [0.5, 1]}, ("reward_tokens", "traj-0", [0.5, 1.0])),
     ):
-        response = await client.post(FEEDBACK, json=body)
-        assert response.status_code == 200, response.text
+        answer = await answered(client, FEEDBACK, body)
         assert training.calls[-1] == call
-        assert response.json()["score"] == pytest.approx(body.get("score", 1.5))
+        assert answer["score"] == pytest.approx(body.get("score", 1.5))
 
 
 @pytest.mark.parametrize(

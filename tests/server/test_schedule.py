@@ -4,7 +4,7 @@ import asyncio
 import math
 
 import pytest
-from server.asking import refused
+from server.asking import answered, refused
 
 from mlx_parallm.core.device import MODE_SHARES, DeviceSchedule
 from mlx_parallm.core.requests import WorkClass
@@ -53,10 +53,9 @@ async def test_what_was_measured(client, engine):
 )
 async def test_what_is_given_changes_and_the_rest_stays(client, engine, body, expected):
     engine.state["schedule"] = DeviceSchedule(0.3, 0.25, RATIOS)
-    response = await client.post(SCHEDULE, json=body)
-    assert response.status_code == 200, response.text
+    answer = await answered(client, SCHEDULE, body)
     assert engine.schedules == [expected]
-    assert response.json() == (await client.get(SCHEDULE)).json()
+    assert answer == (await client.get(SCHEDULE)).json()
 
 
 async def test_a_change_is_answered_with_what_is_in_force(client):

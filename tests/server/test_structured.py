@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from server.asking import refusal
+from server.asking import answered, refusal
 from walks import follows
 
 URLS = {
@@ -14,8 +14,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 
 
 async def grammar_of(client, engine, fields, url="/v1/completions"):
-    response = await client.post(url, json={**URLS[url], **fields})
-    assert response.status_code == 200, response.text
+    await answered(client, url, {**URLS[url], **fields})
     return engine.requests[-1].grammar
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from server.asking import fault, refusal
+from server.asking import answered, fault, refusal
 from server.fakes import CARD, ByteTokenizer, RecordingTokenizer
 from tool_families import ASKED, FAMILIES, TEXTS, TOOLS, tool
 from walks import follows
@@ -38,9 +38,7 @@ def client(make):
 
 
 async def ask(client, **body):
-    response = await client.post(URL, json={"messages": USER, "tools": TOOLS, **body})
-    assert response.status_code == 200, response.text
-    return response.json()["choices"]
+    return (await answered(client, URL, {"messages": USER, "tools": TOOLS, **body}))["choices"]
 
 
 async def streamed(client, n=1, **body):

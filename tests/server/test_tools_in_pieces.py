@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from server.asking import answered
 from server.fakes import CARD
 from server.test_tools import join
 
@@ -76,9 +77,7 @@ async def joined(client, **body):
 
 
 async def whole(client, **body):
-    response = await client.post(CHAT, json=body)
-    assert response.status_code == 200, response.text
-    return response.json()["choices"][0]
+    return (await answered(client, CHAT, body))["choices"][0]
 
 
 def functions(choice):
