@@ -325,6 +325,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], Any]] = {
         },
         {"done_reason": "stop"},
     ),
+    "logprobs of Ollama": (
+        *(OLLAMA, {"model": "base", "messages": USER, "stream": False, "logprobs": True, "top_logprobs": 1}, "ä", {}),
+        {"logprobs": [{**HALF, "top_logprobs": [HALF]}, {"bytes": [0xA4]}]},
+    ),
     "an embedding of text": (EMBEDDINGS, {"input": "ab"}, "", {"prompts": ((97, 98),)}, {}),
     "embeddings of texts": (EMBEDDINGS, {"input": ["a", "b"]}, "", {"prompts": ((97,), (98,))}, {}),
     "an embedding of tokens": (EMBEDDINGS, {"input": [1, 2]}, "", {"prompts": ((1, 2),)}, {}),

@@ -120,6 +120,21 @@ async def test_the_queue_is_told_as_atropos_computes_it(client):
     assert (await client.get("/status")).json() == {"current_step": 0, "queue_size": 4}
 
 
+async def test_reset_forgets_environments_and_keeps_groups(client, training):
+    await client.post("/scored_data", json=group(env_id=(await register(client))["env_id"]))
+    response = await client.get("/reset_data")
+    assert (response.status_code, response.text, len(training.given)) == (200, "Reset successful", 1)
+    assert (await register(client))["wandb_name"] == "gsm8k_0"
+
+
+async def test_what_does_not_fit_together_is_refused(client, training):
+    shares = {"max_token_length": 9, "desired_name": "a", "weight": 1, "group_size": 2, "min_batch_allocation": 0.5}
+    await refusal(client.post("/register-env", json=shares), 400, param="min_batch_allocation")
+    error = await refusal(client.post("/scored_data_list", json=[group(), group(scores=(1.0,))]), 400)
+    assert "scores: there are 1 for 2 sequences" in error["message"]
+    assert training.given == [], "a list is taken whole or not at all"
+
+
 async def test_another_trainer_is_refused(client):
     registration = {"wandb_group": "g", "wandb_project": "p", "batch_size": 4}
     error = await refusal(client.post("/register", json=registration), 409)

@@ -185,3 +185,15 @@ def test_importing_the_model_leaves_the_limits_of_open_files(hard):
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert found == "True\n"
+
+
+async def test_half_sent_requests_make_room_for_whole_ones(serving):
+    """All connections that there may be are taken by requests whose headers never end."""
+    async with serving(max_connections=8, header_timeout=60) as server:
+        held = [await opened(server, BEGUN) for _ in range(8)]
+        await eventually(lambda: len(server.uvicorn.server_state.connections) == 8)
+        for _ in range(3):
+            async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+                assert (await client.get("/health")).status_code == 200
+        for _, writer in held:
+            writer.close()

@@ -8,13 +8,14 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server.asking import refusal
+from server.asking import events_in, refusal
 from server.keys import key_file
 
+from mlx_parallm.errors import OverloadedError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.server import body as bodies
-from mlx_parallm.server import limits
-from mlx_parallm.server.limits import ArrivingBodies
+from mlx_parallm.server import generation, limits
+from mlx_parallm.server.limits import ArrivingBodies, PerClientSemaphore
 
 URL, CHAT = "/v1/completions", "/v1/chat/completions"
 PATIENCE_S = 30
@@ -178,3 +179,22 @@ async def test_clients_with_many_connections_leave_an_equal_share_of_the_rate_to
         pauses.clear()
         await third(chunk)
     assert pauses == [3 * chunk / limits._LARGE_BODY_BYTES_PER_S]
+
+
+async def test_long_events_say_what_short_ones_do(client, monkeypatch):
+    """Their texts are made beside the event loop."""
+    body = {"prompt": "abc", "stream": True, "max_tokens": 2, "logprobs": 1}
+    short = events_in(await client.post(URL, json=body))
+    monkeypatch.setattr(generation, "SMALL_BYTES", 0)
+    long = events_in(await client.post(URL, json=body))
+    assert [event["choices"] for event in short] == [event["choices"] for event in long]
+
+
+async def test_places_are_shared_and_given_back():
+    share = PerClientSemaphore(total=1, per_client=1, timeout_s=0.05, busy="busy")
+    for other in ("a", "b"):  # its own place is taken, and that of all clients
+        async with share.hold("a"):
+            with pytest.raises(OverloadedError, match="busy"):
+                await share.hold(other).__aenter__()
+        async with share.hold(other):
+            pass

@@ -49,8 +49,7 @@ def trajectory(adapter, owner):
 
 @pytest.fixture
 async def server(tmp_path, make_client, adapters, training, competition):
-    """A server over fakes. `server.ask(key, method, path, body)` → the response; `server.names` are those of adapters
-    that `acme` must not hear of."""
+    """A server over fakes. `server.ask(key, method, path, body)` → the response."""
     for name in ("acme-1", "globex", "policy"):
         adapters.publish(name)
         adapters.saved.append(CheckpointCard("checkpoint-1", AdapterRef(name, 1), 1, "", 1))
@@ -628,3 +627,10 @@ async def test_one_key_has_a_limited_number_of_control_actions_under_way(server,
         go_on.set()
     assert [task.result().status_code for task in under_way] == [200] * 3
     assert (await server.ask("free", "DELETE", "/v1/adapters/globex@1")).status_code == 200
+
+
+async def test_names_in_errors_are_those_that_the_key_sees(server):
+    for key, seen in {"asker": {"acme-1"}, "based": {"acme-1", "base"}}.items():
+        message = (await server.ask(key, "POST", "/v1/completions", {"model": "nobody", "prompt": "x"})).json()
+        listed = message["error"]["message"].partition("there are ")[2].partition(":")[0].split(", ")
+        assert seen == set(listed) - {CARD.name, "base-model"}

@@ -132,3 +132,12 @@ async def test_an_update_may_name_what_it_learns_from(client, training):
     await refusal(
         client.post("/v1/training/update", json={"signal": "corrections", "trajectories": [given]}), 400, param="signal"
     )
+
+
+async def test_control_tokens_in_a_text_are_refused(client, training, drawn, monkeypatch):
+    tokenizer = client.app.state.services.models.first.tokenizer
+    encode = type(tokenizer).encode
+    monkeypatch.setattr(type(tokenizer), "encode", lambda self, text, *rest: [*encode(self, text, *rest), 256])
+    error = await refused(client, PREFERENCE, trajectory_id="a", correction="x")
+    assert "control token '<bos>'" in error["message"]
+    assert not training.edits

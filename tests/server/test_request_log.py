@@ -10,6 +10,7 @@ import pytest
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import StepFailedError
+from mlx_parallm.server import request_log
 
 COMPLETIONS = "/v1/completions"
 EVERY_LINE = {"time", "request_id", "method", "route", "status", "total_ms"}
@@ -171,3 +172,13 @@ async def test_a_slash_at_the_end_changes_nothing(client, lines):
     assert response.status_code == 200
     assert lines()[-1]["route"] == COMPLETIONS
     assert (await client.get("/")).text == "Ollama is running"
+
+
+def test_lines_are_json_from_their_first_character(capsys):
+    log, before = request_log.log, (request_log.log.handlers, request_log.log.propagate)
+    try:
+        request_log.write_plain_lines()
+        log.warning("%s", '{"id":1}')
+    finally:
+        log.handlers, log.propagate = before
+    assert capsys.readouterr().err == '{"id":1}\n'

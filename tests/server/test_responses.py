@@ -1,5 +1,7 @@
 """`/v1/responses`: from items to the prompt, and the whole response."""
 
+import json
+
 import pytest
 from openai.types.responses import Response
 from server.asking import answered, refusal
@@ -98,6 +100,7 @@ REFUSED = [
     ({"input": ["x"]}, "input[0]"),
     ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
     ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+    ({"input": [{"type": "computer_call", "action": json.loads("[" * 70 + "]" * 70)}]}, "input[0]"),
     ({"input": [{"type": ["message"]}]}, "input[0].type"),
     ({"input": [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}]}, "input[1].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]"),

@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from mlx_parallm.errors import GrammarError, StepFailedError
+from mlx_parallm.errors import ContextLengthError, GrammarError, StepFailedError
 
 URL = "/v1/responses"
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -137,3 +137,9 @@ async def test_failure_in_mid_stream_is_the_last_event(client, engine, error, co
     assert failed["response"]["error"] == {"code": code, "message": message}
     gone = await client.get(f"{URL}/{failed['response']['id']}")
     assert gone.status_code == 404
+
+
+async def test_a_conversation_too_long_has_the_code_that_codex_knows(client, engine):
+    """OpenAI's own client lists no such code."""
+    engine.fail_before, engine.error = 1, ContextLengthError("too long")
+    assert '"error":{"code":"context_length_exceeded","message":"too long"}' in await transcript(client)

@@ -141,3 +141,23 @@ async def test_a_silent_stream_has_pings(serving, engine, monkeypatch):
         engine.go_on.set()
         rest = [line async for line in lines]
     assert rest[-2:] == DONE.split("\n")[:2]
+
+
+async def test_echo_comes_first(client):
+    got = await transcript(client, "/v1/completions", prompt='a"b', echo=True, max_tokens=1)
+    assert got == text_chunk(text(0, 'a\\"b')) + text_chunk(text(0, "H", '"length"')) + DONE
+
+
+async def test_a_sample_that_is_faster_than_the_prompts_scores_waits_for_them(client, engine):
+    forward = engine._events
+
+    def scores_late(request):
+        scored, first, *rest = forward(request)
+        return [first, scored, *rest]
+
+    engine._events = scores_late
+    got = await transcript(client, "/v1/completions", prompt="a", n=2, echo=True, logprobs=0, max_tokens=1)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in got.split("\n\n")[:-2]]
+    assert [(c["choices"][0]["index"], c["choices"][0]["text"]) for c in chunks] == [
+        (0, "a"), (0, "H"), (1, "a"), (1, "H")
+    ]  # fmt: skip

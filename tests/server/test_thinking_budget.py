@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from server.asking import answered, refused
-from server.fakes import CARD, ByteTokenizer
+from server.fakes import CARD, EOS, ByteTokenizer
 from tool_families import TOOLS
 from walks import allowed, follows
 
@@ -154,3 +154,8 @@ async def test_an_effort_that_the_template_does_not_know_is_left_out(effort_clie
     assert "reasoning_effort=none" in await prompt_of(effort_client, engine, CHAT, {**body, **own})
     unknown = {"chat_template_kwargs": {"reasoning_effort": "some"}}
     assert (await refused(effort_client, CHAT, messages=USER, **unknown))["param"] == "messages"
+
+
+async def test_tokens_that_a_request_allows_may_lack_the_mark(client):
+    error = await refused(client, CHAT, **BUDGET_OF_3[CHAT], allowed_token_ids=[65, EOS])
+    assert error["param"] == "allowed_token_ids"

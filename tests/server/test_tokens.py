@@ -144,3 +144,8 @@ async def test_the_operator_chooses_whose_logprobs_are_reported(make_client, eng
 async def test_tokens_have_their_strings(client):
     got = (await client.post("/tokenize", json={"prompt": "ä", "return_token_strs": True})).json()
     assert got["token_strs"] == ["0xc3", "0xa4"]
+
+
+async def test_two_prompts_of_one_chat_must_agree(client):
+    error = await refused(client, path=f"{CHAT}/tokens", tokens=[5], prompt_token_ids=[6])
+    assert error["param"] == "prompt_token_ids"

@@ -77,3 +77,9 @@ async def test_a_client_that_leaves_is_forgotten_and_others_are_not(serving, tra
 @pytest.mark.parametrize("training", [None])
 async def test_with_training_off_there_is_nothing_to_listen_to(client):
     await refusal(client.get(URL), 409, code="training_disabled")
+
+
+async def test_nobody_listens_to_a_draining_server(client, training):
+    client.app.state.services.lifecycle.begin_drain()
+    await refusal(client.get(URL), 503, code="draining")
+    assert training.listening == 0

@@ -170,3 +170,10 @@ async def test_a_client_that_goes_ends_its_request_there_and_frees_its_load(rout
         await events.aclose()
     assert routed._sent[node].tokens == 0
     assert nodes.engines[node].aborted == 1
+
+
+async def test_an_answer_that_ends_too_soon_is_a_failure(routed, nodes, own):
+    for engine in nodes.engines.values():
+        engine._finished = lambda request, tokens: SequenceOutput(0, (), "")
+    events = await ask_a_node(routed, own, REQUEST)
+    assert isinstance(events[-1].error, NodeFailedError)

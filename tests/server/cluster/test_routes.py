@@ -163,3 +163,14 @@ async def test_closing_the_events_ends_the_request_there(replica, engine):
 async def until_idle(engine):
     async with asyncio.timeout(10):
         await eventually(lambda: not engine.live)
+
+
+async def test_nothing_at_the_address_is_a_failure():
+    info = NodeInfo("replica-1", NodeRole.REPLICA, "http://127.0.0.1:9", ready=True)
+    with pytest.raises(NodeFailedError, match="replica-1"):
+        await events_of(Member(info, 0.0), REQUEST)
+
+
+async def test_a_server_that_is_no_node_says_how_to_make_it_one(client):
+    error = await refusal(client.get("/v1/cluster"), 409)
+    assert "--share-model" in error["message"]
