@@ -38,7 +38,3 @@ def with_logprobs_of(sample: Datum, logprobs: Sequence[float]) -> Datum:
 
 def with_temperature(sample: Datum, temperature: float) -> Datum:
     return replace(sample, sampled=tuple(replace(each, temperature=temperature) for each in sample.sampled))
-
-
-def with_last_token(sample: Datum, token: int) -> Datum:
-    return replace(sample, token_ids=(*sample.token_ids[:-1], token))
