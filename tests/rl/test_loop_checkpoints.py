@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
+import numpy as np
 import pytest
 from configs import changed, limited
 from rl.fakes import policy, trajectories
 from rl.rig import NAME, SETTINGS, opened, ref, running
+from saves import manager, weights
 
+from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.config import CheckpointingConfig
 from mlx_parallm.errors import (
     AdapterUnavailableError,
@@ -16,8 +20,10 @@ from mlx_parallm.errors import (
     StorageError,
     UnknownModelError,
 )
+from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
 from mlx_parallm.rl.updates.adapter_training import CHANGE
+from mlx_parallm.train.policy import PolicySnapshot
 
 
 async def test_every_few_updates_are_saved_and_the_best_version_before_them() -> None:
@@ -196,3 +202,17 @@ async def test_a_checkpoint_that_was_asked_for_is_saved_or_an_error() -> None:
     assert (skipped.status, skipped.checkpoint) == ("skipped", "checkpoint-1")
     assert rig.saves[-1] == ("checkpoint-1", ref(2), ("later",))
     rig.check()
+
+
+async def test_the_card_of_a_saved_policy_names_its_step_or_the_next_one_that_is_free(tmp_path: Path) -> None:
+    store = manager(tmp_path)
+    checkpoints = PolicyCheckpoints(store, AdapterRegistry())
+    optimizer = {"moment": np.ones(1)}
+    first, other = (PolicySnapshot(weights(seed), optimizer, step=3) for seed in (1, 2))
+    card = await checkpoints.save(ref(1), first, ["best"], {"kl": 0.5})
+    assert (card.name, card.step, card.metrics) == ("checkpoint-3", 3, {"kl": 0.5})
+    assert card == store.find(NAME, "best")
+    after_a_rollback = await checkpoints.save(ref(2), other, [], {})
+    assert (after_a_rollback.step, after_a_rollback.adapter) == (4, ref(2))
+    with pytest.raises(ConflictError):
+        await checkpoints.save(ref(2), other, [], {}, step=3)
