@@ -16,6 +16,7 @@ from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.batch.attention import AttentionChoice
 from mlx_parallm.core.requests import Pooling, SamplingParams
 from mlx_parallm.kv.arena import Arena
+from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layer_state import LayerSpec
 
 pytestmark = pytest.mark.ci
@@ -156,3 +157,45 @@ def test_a_step_replaces_recurrent_states_layer_by_layer(lookahead: bool) -> Non
         with growth() as grown:
             harness.loop.step()
         assert grown.nbytes < states / 2
+
+
+def test_no_pass_of_a_draft_model_takes_the_memory_of_an_array_of_its_pool() -> None:
+    """One pass for each token of a draft."""
+    harness = made(draft=FewOperations(), lookahead=False)
+    own = harness.loop.draft_model._runner
+    own.attention = AttentionChoice(math.inf)
+    grown = []
+    draw = harness.loop.draft_model._run
+
+    def measured(drafts, counts):
+        with growth() as taken:
+            draw(drafts, counts)
+        if max(counts) > 1:
+            grown.append(taken.nbytes / min(array.nbytes for array in own.cache.arrays()))
+
+    harness.loop.draft_model._run = measured
+    harness.answer("row", PROMPT, 24)
+    assert len(grown) > 3
+    assert max(grown) < 0.5
+
+
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_rows_of_a_model_that_runs_in_parts_take_no_memory_of_an_array_of_the_pool(lookahead: bool) -> None:
+    """The parts read the arrays that get the new keys and values of all of them. Each copies those of its row."""
+    harness = made(lookahead=lookahead)
+    harness.runner._plan = prepare(harness.runner._model, compatible=True)
+    for name in ("first", "second"):
+        harness.submit(name, PROMPT, 12)
+    assert stepped(harness) < array_bytes(harness) / 2
+    assert harness.tokens("first") == harness.tokens("second")
+
+
+def test_no_step_copies_the_tails_of_quantized_rows() -> None:
+    """A step copies those of its own rows. Where a row's chunk fills a block, all are copied."""
+    harness = made(lookahead=True, kv_bits=8)
+    harness.loop._tidy = lambda **others: False  # the tails keep the places of rows that have ended
+    for number in range(16):
+        harness.submit(str(number), PROMPT[number : number + 3], 20)
+    harness.run()
+    harness.submit("row", PROMPT[:8], 12)
+    assert stepped(harness) < harness.runner.cache.tails.arena.keys[0].nbytes / 2

@@ -30,6 +30,7 @@ from mlx_parallm.rl.runs.records import (
     EpisodeReward,
     Feedback,
     GroupEntry,
+    PolicyChange,
     Rollback,
     Score,
     Start,
@@ -333,3 +334,73 @@ def test_nobody_else_may_read_the_prompts(path: Path) -> None:
     for kept in path.parent.iterdir():
         assert kept.stat().st_mode & 0o077 == 0, kept
     file.close()
+
+
+async def test_a_torn_end_of_the_wal_loses_only_what_was_not_acknowledged(path: Path) -> None:
+    file = JournalFile(path)
+    journal = Journal(file)
+    await journal.accept("math", trajectories("a", REF))
+    wal = path.with_name(path.name + "-wal")
+    kept, content = wal.read_bytes(), path.read_bytes()
+    await journal.accept("math", [replace(one, text="b" * 50_000) for one in trajectories("b", REF)])
+    torn = wal.read_bytes()
+    await journal.close()
+    assert len(torn) > len(kept)
+    for cut in (len(kept) + 1, len(torn) - 5):  # a crash has left some pages of the second commit
+        path.write_bytes(content)
+        wal.write_bytes(torn[:cut])
+        path.with_name(COMMITS).write_text("1\n")
+        assert await reopened(path) == [["a-0", "a-1"]]
+
+
+async def test_a_full_disk_costs_the_clients_that_wait_and_keeps_what_has_happened(path: Path) -> None:
+    file = FullDisk(path)
+    journal = Journal(file)
+    await journal.accept("math", trajectories("a", REF))
+    file.full = True
+    with pytest.raises(StorageError, match="disk is full"):
+        await journal.accept("math", trajectories("b", REF))
+    with pytest.raises(StorageError):
+        await journal.entered("math", "a", Feedback("a-0", 1.0))
+    journal.noted("math", "a", Score("a-0", 0.5))
+    with pytest.raises(StorageError):
+        await journal.changed(PolicyChange("math", 1, 1.0, Start("")))
+    with pytest.raises(StorageError):
+        await journal.flush()
+    file.full = False
+    await journal.flush()
+    await journal.close()
+    assert await reopened(path) == [["a-0", "a-1"], Score("a-0", 0.5)], "what was refused is not there"
+    assert JournalFile(path).changes_since("math", 0) == (PolicyChange("math", 1, 1.0, Start("")),)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_an_error_of_the_disk_names_no_path(path: Path) -> None:
+    file = JournalFile(path)
+    file.commit([])
+    file._connection.execute("PRAGMA max_page_count = 10")  # as good as a full disk, for SQLite
+    row = ("a", "b", "math", "x" * 100_000)
+    with pytest.raises(StorageError, match=r"the journal of the run cannot be written: .*full") as caught:
+        file.commit([("INSERT INTO intake (adapter, group_id, kind, body) VALUES (?, ?, ?, ?)", [row])])
+    assert str(path.parent) not in str(caught.value)
+    file.commit([])
+    file.close()
+
+
+async def test_a_damaged_journal_is_told_and_not_passed_over(path: Path) -> None:
+    journal = Journal(JournalFile(path))
+    for number in range(40):
+        await journal.accept("math", trajectories(f"g{number}", REF, n=8))
+    await journal.close()
+    content = bytearray(path.read_bytes())
+    for page in range(3, len(content) // 4096):
+        content[page * 4096 : page * 4096 + 64] = b"\xff" * 64
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"damaged .*restore it from a backup"):
+        JournalFile(path)
+
+
+def test_an_empty_file_that_a_crash_has_left_is_a_new_journal(path: Path) -> None:
+    path.touch()
+    JournalFile(path).commit([])
+    assert JournalFile(path).changes_since("math", 0) == ()
