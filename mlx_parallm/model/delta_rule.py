@@ -23,6 +23,9 @@ import mlx.nn as nn
 CHUNK = 64
 """Tokens of a chunk. With longer ones the products within a chunk cost more than those with its state."""
 
+_SMALLEST_LOG_DECAY = -27.6
+"""The logarithm of 1e-12. Smaller decays count as this one: their sums would have no digits left for the others."""
+
 _DIRECT = 4
 """Tokens whose decays are multiplied number by number, if each number of a key has its own."""
 
@@ -76,6 +79,7 @@ def gated_delta(
 
     q, k = cut(q, (key_heads, 1)), cut(k, (key_heads, 1))
     values = cut(v, heads)
+    log_g = mx.maximum(log_g, _SMALLEST_LOG_DECAY)
     sums = mx.cumsum(cut(log_g if log_g.ndim == 4 else log_g[..., None], heads), axis=-2)
     products = _decayed_by_number if log_g.ndim == 4 else _decayed_by_token
     of_keys, of_queries = products([k, q], k, sums)

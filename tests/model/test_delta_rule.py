@@ -84,6 +84,14 @@ def test_a_decay_that_underflows_has_a_gradient() -> None:
     assert mx.isfinite(gradient).all()
 
 
+def test_decays_that_erase_the_state_leave_the_others_their_digits() -> None:
+    mx.random.seed(0)
+    q, k, v, log_g, beta, state = Case(128).arguments()
+    log_g = mx.where(mx.random.uniform(shape=log_g.shape) < 0.1, -800.0, -0.02 * mx.random.uniform(shape=log_g.shape))
+    expected, _ = theirs.gated_delta_ops(q, k, v, mx.exp(log_g), beta, state)
+    assert error(gated_delta(q, k, v, log_g, beta, state)[0], expected) < 3e-5
+
+
 @pytest.mark.parametrize(
     ("name", "function", "rule"), [("mamba2", "ssm_update", ssm_update), ("rwkv7", "wkv7_kernel", wkv7)]
 )
