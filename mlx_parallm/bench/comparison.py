@@ -1,4 +1,4 @@
-"""One figure of this engine beside mlx-lm's, and the rounds in which the two take turns."""
+"""One figure of this engine beside another one, and the rounds in which the two take turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Comparison:
 
     Attributes:
         name: what is measured.
-        beside: what mlx-lm computes at the same time.
+        beside: what the other side is, such as mlx-lm with the same model.
         rounds: how many are wanted.
     """
 
@@ -26,9 +26,9 @@ class Comparison:
     beside: str
     rounds: int
     measure_ours: Measure
-    measure_mlx_lm: Measure
+    measure_other: Measure
     ours: list[float] = field(default_factory=list)
-    mlx_lm: list[float] = field(default_factory=list)
+    other: list[float] = field(default_factory=list)
     _slowest_s: float = 0.0
     _warm: bool = False
 
@@ -47,19 +47,19 @@ class Comparison:
         compiles kernels and lets memory grow, and does not count."""
         started = time.monotonic()
         if number % 2:
-            theirs, ours = await self.measure_mlx_lm(number), await self.measure_ours(number)
+            theirs, ours = await self.measure_other(number), await self.measure_ours(number)
         else:
-            ours, theirs = await self.measure_ours(number), await self.measure_mlx_lm(number)
+            ours, theirs = await self.measure_ours(number), await self.measure_other(number)
         if self._warm:
             self._slowest_s = max(self._slowest_s, time.monotonic() - started)
             self.ours.append(ours)
-            self.mlx_lm.append(theirs)
+            self.other.append(theirs)
         self._warm = True
 
     @property
     def ratios(self) -> list[float]:
-        """This engine's rate over mlx-lm's in each round, sorted."""
-        return sorted(ours / theirs for ours, theirs in zip(self.ours, self.mlx_lm, strict=True))
+        """This engine's rate over the other one in each round, sorted."""
+        return sorted(ours / theirs for ours, theirs in zip(self.ours, self.other, strict=True))
 
     def as_json(self) -> dict[str, Any]:
         """For the report's file. What was not measured is null."""
@@ -69,11 +69,11 @@ class Comparison:
             "name": self.name,
             "unit": "tokens/s",
             "ours": statistics.median(self.ours) if self.ours else None,
-            "mlx_lm": statistics.median(self.mlx_lm) if self.mlx_lm else None,
+            "other": statistics.median(self.other) if self.other else None,
             "ratio": spread,
             "beside": self.beside,
             "rounds_wanted": self.rounds,
-            "rounds": {"ours": self.ours, "mlx_lm": self.mlx_lm},
+            "rounds": {"ours": self.ours, "other": self.other},
         }
 
 

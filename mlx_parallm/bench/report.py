@@ -16,7 +16,7 @@ from mlx_parallm.atomic import replace_file
 from mlx_parallm.bench.comparison import Comparison
 from mlx_parallm.errors import ConfigError, StorageError
 
-FORMAT = 1
+FORMAT = 2
 """Raised when a key of the file changes its meaning."""
 
 
@@ -44,7 +44,8 @@ class ReportSection:
         problem: why it failed.
         figures: rates of both sides.
         checks: results of the self-test, each with its model's name.
-        memory: bytes by name.
+        facts: what else was found, by name.
+        state: see `device.state`; at the end of the section.
     """
 
     name: str
@@ -55,7 +56,8 @@ class ReportSection:
     problem: str = ""
     figures: list[Comparison] = field(default_factory=list)
     checks: list[dict[str, Any]] = field(default_factory=list)
-    memory: dict[str, int] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
 
     async def run(self, work: Awaitable[None]) -> None:
         """Waits for the work, for `limit_s` at most. An error costs this section only; a cancellation is passed on."""
@@ -90,7 +92,8 @@ class ReportSection:
             "cut": self.cut,
             "figures": [each.as_json() for each in self.figures],
             **({"checks": self.checks} if self.checks else {}),
-            **({"memory": self.memory} if self.memory else {}),
+            **({"facts": self.facts} if self.facts else {}),
+            "state": self.state,
         }
 
 

@@ -1,7 +1,15 @@
-"""Runs the sections of the report, one after the other, within the time budget: the self-test, the memory of steps,
-decode and prefill beside mlx-lm, and an update beside a plain trainer.
+"""Runs the sections of the report, one after the other, within the time budget.
 
-    self-test ─▶ memory ─▶ load ─▶ decode ─▶ prefill ─▶ update        the file is replaced before and after each of them
+    self-test   every path of the engine beside mlx-lm's own forward pass
+    memory      of steps
+    device      reads, launches, products and attention, without a model
+    load        of the model
+    decode, prefill     beside mlx-lm's batch generator
+    adapters    eight in a batch, beside one
+    update      beside a plain trainer
+    live        decode steps while the engine trains, beside those while it does not
+
+The file is replaced before and after each of them, and has the state of the machine at its end.
 
 Each section gets its share of the time that is left. Ctrl-C and SIGTERM end the run; the file says so, and has what was
 measured until then.
@@ -18,6 +26,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +35,11 @@ import mlx.core as mx
 from mlx_parallm.adapters.weights import AdapterWeights
 from mlx_parallm.app.build import RunningEngine, Served
 from mlx_parallm.bench.comparison import Comparison, compare
+from mlx_parallm.bench.device import device_facts, state
 from mlx_parallm.bench.mlx_lm import MlxLm
 from mlx_parallm.bench.ours import Ours
 from mlx_parallm.bench.report import BenchReport, ReportSection, Status
-from mlx_parallm.bench.sizes import ADAPTERS, RANK, ROWS, SCALE, SIZES, Sizes
+from mlx_parallm.bench.sizes import ADAPTERS, CLIENTS, MIXED_ROWS, RANK, ROWS, SCALE, SIZES, Sizes
 from mlx_parallm.config import Config, LoRAConfig, configure
 from mlx_parallm.core.requests import SamplingParams
 from mlx_parallm.model.bundled import bundled_path
@@ -79,7 +89,12 @@ async def memory(section: ReportSection, path: str | None) -> None:
         ModelError, ConfigError: the model cannot be loaded.
     """
     with tempfile.TemporaryDirectory(prefix="mlx_parallm-bench-") as folder:
-        section.memory = asdict(await step_memory(path, _CACHED, Path(folder)))
+        section.facts = asdict(await step_memory(path, _CACHED, Path(folder)))
+
+
+async def device(section: ReportSection) -> None:
+    """See `device_facts`. It takes a few seconds, and is not interrupted."""
+    section.facts = device_facts()
 
 
 class Sides:
@@ -113,6 +128,34 @@ class Sides:
         """Single prompts of several lengths, of the base model and of an adapter."""
         section.figures += [self._prefill(length, adapters) for length in self._sizes.prompts for adapters in (0, 1)]
         await compare(section.figures, until)
+
+    async def adapters(self, section: ReportSection, until: float) -> None:
+        """Decode steps of batches whose rows have eight adapters in turn, beside the same rows with one."""
+        section.figures += [self._mixed(rows) for rows in MIXED_ROWS]
+        await compare(section.figures, until)
+
+    async def live(self, section: ReportSection, until: float) -> None:
+        """Decode steps of several rows while updates follow one another, beside those of the same rows alone."""
+        sizes = self._sizes
+
+        async def alone(number: int) -> float:
+            return await self._decoded(CLIENTS, ADAPTERS, number)
+
+        async def training(number: int) -> float:
+            updates = asyncio.create_task(self._updates(number))
+            try:
+                return await alone(number)
+            finally:
+                updates.cancel()
+                await asyncio.wait([updates])
+
+        name = f"{CLIENTS} rows, {ADAPTERS} adapters, while it trains"
+        section.figures.append(Comparison(name, "the same rows while it does not train", sizes.rounds, training, alone))
+        await compare(section.figures, until)
+
+    async def _updates(self, number: int) -> None:
+        for update in count(number * 1000):
+            await self._ours.update(self._samples(update), self._weights)
 
     async def update(self, section: ReportSection, until: float) -> None:
         """An update of an adapter: micro-steps and AdamW."""
@@ -148,6 +191,21 @@ class Sides:
         sampled = "" if sampling is _GREEDY else f", top-p {sampling.top_p:g}"
         return Comparison(name + sampled, _BESIDE[adapters], sizes.rounds, ours, theirs)
 
+    def _mixed(self, rows: int) -> Comparison:
+        async def mixed(number: int) -> float:
+            return await self._decoded(rows, ADAPTERS, number)
+
+        async def one(number: int) -> float:
+            return await self._decoded(rows, 1, number)
+
+        name = f"{rows} {'row' if rows == 1 else 'rows'}, {_ADAPTERS[ADAPTERS]} in turn"
+        return Comparison(name, "the same rows with one adapter", self._sizes.rounds, mixed, one)
+
+    async def _decoded(self, rows: int, adapters: int, number: int) -> float:
+        sizes = self._sizes
+        prompts = self._prompts(rows, sizes.context, number)
+        return await self._ours.decode(prompts, _GREEDY, adapters, sizes.steps, sizes.seconds)
+
     def _prefill(self, length: int, adapters: int) -> Comparison:
         async def ours(number: int) -> float:
             return await self._ours.prefill(self._prompts(1, length, number)[0], _GREEDY, adapters)
@@ -180,7 +238,13 @@ class Sides:
 _STOPPING_S = 12.0
 """Of the budget, for stopping the engine at the end."""
 
-_MEASURED = {"decode": (0.62, Sides.decode), "prefill": (0.4, Sides.prefill), "update": (1.0, Sides.update)}
+_MEASURED = {
+    "decode": (0.45, Sides.decode),
+    "prefill": (0.3, Sides.prefill),
+    "adapters": (0.35, Sides.adapters),
+    "update": (0.5, Sides.update),
+    "live": (1.0, Sides.live),
+}
 """The sections that need the loaded model: their shares of the time that is left then, and what they do."""
 
 OnSection = Callable[[ReportSection], None]
@@ -210,7 +274,8 @@ def run(
     setting = {"sizes": name, **asdict(SIZES[name]), "rows": ROWS, "adapters": ADAPTERS, "rank": RANK}
     sections = [
         ReportSection("self-test", 0.3),
-        ReportSection("memory", 0.3),
+        ReportSection("memory", 0.2),
+        ReportSection("device", 0.2),
         ReportSection("load", 1.0),
         *(ReportSection(name, share) for name, (share, _) in _MEASURED.items()),
     ]
@@ -234,10 +299,11 @@ class _Run:
 
     async def all(self) -> None:
         """Runs the sections. Those that need the model are not begun if it was not loaded."""
-        tested, steps, load, *measured = self.report.sections
+        tested, steps, alone, load, *measured = self.report.sections
         real = None if self._sizes.only_tiny else replace(self._choice, timed=False)
         await self._section(tested, lambda _: self_test(tested, real, self._on_check))
         await self._section(steps, lambda _: memory(steps, self._choice.path))
+        await self._section(alone, lambda _: device(alone))
         async with AsyncExitStack() as stack:
             await self._section(load, lambda _: self._load(stack))
             if (sides := self._sides) is None:
@@ -254,6 +320,7 @@ class _Run:
         try:
             await section.run(work(time.monotonic() + section.limit_s))
         finally:
+            section.state = state()
             self.report.write()
             self._on_section(section)
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS = (1, 8, 16, 32)
+ROWS = (1, 4, 8, 16)
 """Rows of the batches whose decode steps are measured."""
+MIXED_ROWS = (1, 16, 64)
+"""Rows of batches of eight adapters, beside as many of one adapter."""
+CLIENTS = 8
+"""Rows that decode while the engine trains."""
 ADAPTERS = 8
 RANK, SCALE = 16, 2.0
 """Of the adapters, which change all linears of a layer except experts and routers."""
@@ -39,7 +43,7 @@ class Sizes:
 
 
 SIZES = {
-    "gpu": Sizes(5, 2.0, 64, 128, (512, 2048), groups=4, group=8, question=64, answer=64),
-    "cpu": Sizes(3, 1.0, 8, 32, (128, 512), groups=2, group=4, question=48, answer=12),
-    "tiny": Sizes(1, 0.5, 8, 12, (64, 128), groups=2, group=2, question=12, answer=6, only_tiny=True),
+    "gpu": Sizes(5, 2.0, 64, 128, (512, 2048), groups=1, group=4, question=64, answer=256),
+    "cpu": Sizes(3, 1.0, 8, 32, (128, 512), groups=1, group=4, question=48, answer=24),
+    "tiny": Sizes(1, 0.5, 8, 12, (64, 128), groups=1, group=2, question=12, answer=6, only_tiny=True),
 }

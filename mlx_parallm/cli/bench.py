@@ -30,7 +30,7 @@ _COLUMNS = (
     *("first token ms", "95 %", "next token ms", "95 %", "whole s"),
 )
 _WARM_UP_TOKENS = 8
-_MINUTES = 8
+_MINUTES = 10
 _WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
     *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
@@ -322,11 +322,10 @@ def _show_section(section: ReportSection) -> None:
 
 def _ended(section: ReportSection) -> Iterator[str]:
     if section.figures:
-        columns = ("tokens/s, medians", "this engine", "mlx-lm", "ratio", "lowest to highest")
+        columns = ("tokens/s, medians", "here", "beside", "ratio", "lowest to highest")
         yield table([columns, *(_cells(figure.as_json()) for figure in section.figures)])
-    if section.memory:
-        ahead, apart = (f"{section.memory[name] / 2**20:.1f} MiB" for name in ("ahead", "apart"))
-        yield f"a step takes {ahead} besides what is held, {apart} without lookahead"
+        yield from dict.fromkeys(f"beside: {figure.beside}" for figure in section.figures)
+    yield from _facts(section)
     if section.problem:
         yield section.problem
     cut, figures = len(section.cut), len(section.figures)
@@ -334,9 +333,29 @@ def _ended(section: ReportSection) -> Iterator[str]:
     yield f"{section.status.value} after {section.seconds:.0f} s{missing}"
 
 
+def _facts(section: ReportSection) -> Iterator[str]:
+    facts = section.facts
+    if "ahead" in facts:
+        ahead, apart = (f"{facts[name] / 2**20:.1f} MiB" for name in ("ahead", "apart"))
+        yield f"a step takes {ahead} besides what is held, {apart} without lookahead"
+    if "products_s" in facts:
+        yield f"reads {facts['read_bytes_per_s'] / 1e9:.0f} GB/s; a launch takes {1e6 * facts['launch_s']:.1f} us"
+        one = facts["products_s"]["1"]
+        times = ", ".join(f"{rows}: {seconds / one:.2f}" for rows, seconds in facts["products_s"].items())
+        yield f"a product takes, by rows, times that of one row: {times}"
+        names = ("dense", "by_blocks", "kernel")
+        rows = zip(*(facts["attention"][name].items() for name in names if facts["attention"][name]), strict=True)
+        lines = [(cells[0][0], *(f"{milliseconds:.2f}" for _, milliseconds in cells)) for cells in rows]
+        used = [name.replace("_", " ") for name in names if facts["attention"][name]]
+        yield table([("attention, ms a layer", *used), *lines])
+    slow = [name for name in ("on_battery", "low_power", "hot") if section.state.get(name)]
+    if slow:
+        yield f"the machine may be slowed down: {', '.join(slow).replace('_', ' ')}"
+
+
 def _cells(figure: dict[str, Any]) -> tuple[str | None, ...]:
     ratio = figure["ratio"]
     if ratio is None:
         return (figure["name"], *[None] * 4)
-    rates = (f"{figure[side]:,.0f}" for side in ("ours", "mlx_lm"))
+    rates = (f"{figure[side]:,.0f}" for side in ("ours", "other"))
     return (figure["name"], *rates, f"{ratio['median']:.2f}", f"{ratio['low']:.2f} to {ratio['high']:.2f}")
