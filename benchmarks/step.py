@@ -3,6 +3,7 @@
     python benchmarks/step.py [--only times counts operations budget training compared] [--quick]
         [--models bundled 1b 8b hybrid] [--rows 1 8 16 32] [--contexts 64 512 1024] [--repeats 7] [--out FILE]
     python benchmarks/step.py --record-counts
+    python benchmarks/step.py --beside FILE
 
 times: the bundled model on this machine, by part. About 2 minutes; nothing else should run meanwhile.
 counts: kernels launched and bytes moved, counted from the graphs that our code builds for a Mac's GPU. Seconds, on any
@@ -16,11 +17,15 @@ compared: a whole step of the engine beside one of mlx-lm's batch generator: ker
     of 500 and 4,000 tokens of four models without weights, whose layers and widths are the true ones. About 5 minutes,
     and its record is results/step_compared.json. --quick: 1 and 16 rows of 500 tokens, without a record.
 
+--beside FILE: the decode steps of a report of `mlx_parallm bench --report`, of a GPU, beside what the arithmetic gives
+with the rates that the report has measured. It fails if one is off by more than 20 %: then the arithmetic is wrong.
+
 --record-counts writes the counts to the record and does nothing else. Tests fail if a step launches or moves more than
 2 % more than the record says; the commit that records more says why.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, fields
@@ -32,12 +37,12 @@ from rich.table import Table
 from benchmarks.lib import machine, report
 from benchmarks.lib.figures import Figure, reported
 from benchmarks.lib.step import cases, compared
-from benchmarks.lib.step.budget import Budget, budget
+from benchmarks.lib.step.budget import Budget, Rates, budget
 from benchmarks.lib.step.cases import Case
 from benchmarks.lib.step.counting import Counts
 from benchmarks.lib.step.decode import Rows
 from benchmarks.lib.step.engines import Batch
-from benchmarks.lib.step.models import LLAMA_8B, Architecture
+from benchmarks.lib.step.models import LLAMA_8B, Architecture, parameters
 from benchmarks.lib.step.timing import Timer, Times
 from benchmarks.lib.step.training import COMPILED, OURS, TOGETHER
 
@@ -51,6 +56,7 @@ AIMS = {"kernels": (1.2, 1.6), "nodes": (1.4, None), "host": (1.8, 2.4)}
 """At most so many times mlx-lm's, with 16 rows of 500 tokens; with eight adapters."""
 AIMS_OF_KERNEL = {"kernels": (1.05, 1.45)}
 """The same where rows attend in the kernel of `paged_attention`."""
+MOST_OFF = 0.2
 MOST_TRAFFIC = 1.3
 """Times mlx-lm's, with 16 rows of 4,000 tokens that attend in the kernel."""
 AIMED = [Batch(16, 500, adapters, kernel=kernel) for adapters in (0, 8) for kernel in (False, True)]
@@ -68,6 +74,8 @@ def main() -> int:
         cases.write_record(cases.as_record(cases.counted(cases.cases())) | cases.whole_steps() | cases.micro_steps())
         print(f"written to {cases.RECORD}")
         return 0
+    if arguments.beside:
+        return _beside(json.loads(arguments.beside.read_text()))
     figures: list[Figure] = []
     tables: list[Table] = []
     record: dict[str, Any] = {"machine": machine.describe(), "setting": _setting(arguments)}
@@ -124,6 +132,32 @@ def _budgets() -> dict[Case, Budget]:
     return {case: budget(counts, len(case.rows.contexts)) for case, counts in cases.counted(wanted).items()}
 
 
+def _beside(measured: Mapping[str, Any]) -> int:
+    """The base model's steps of a report. Returns 1 if the arithmetic is off."""
+    architecture = next(
+        (each for each in compared.MODELS.values() if parameters(each) == measured["model"].get("parameters")), None
+    )
+    if architecture is None:
+        print(f"no counts for this model; there are some for {', '.join(compared.MODELS)}")
+        return 2
+    rates, context = Rates.of_report(measured), measured["setting"]["context"]
+    steps = {
+        rows: 1e3 * rows / figure["ours"]
+        for rows in measured["setting"]["rows"]
+        for figure in measured["sections"]["decode"]["figures"]
+        if figure["name"] == f"{rows} {'row' if rows == 1 else 'rows'}, base" and figure["ours"]
+    }
+    found = cases.counted(Case(architecture, Rows.of([context] * rows)) for rows in steps)
+    expected = [budget(counts, rows, rates).total for rows, counts in zip(steps, found.values(), strict=True)]
+    figures = [
+        Figure(f"{rows} rows: arithmetic over measured ({predicted:.1f} / {taken:.1f} ms)", "x", *reported([ratio]))
+        for (rows, taken), predicted in zip(steps.items(), expected, strict=True)
+        for ratio in [predicted / taken]
+    ]
+    report.show(figures)
+    return int(any(abs(figure.judged - 1) > MOST_OFF for figure in figures))
+
+
 def _compare(arguments: argparse.Namespace) -> None:
     machine.warn_if_busy()
     record: dict[str, Any] = {"machine": machine.describe(), "setting": _setting(arguments), "steps": {}}
@@ -176,7 +210,7 @@ def _figure(name: str, milliseconds: float) -> Figure:
 
 
 def _setting(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(arguments).items() if name not in ("out", "record_counts")}
+    return {name: value for name, value in vars(arguments).items() if name not in ("out", "beside", "record_counts")}
 
 
 # -- tables --------------------------------------------------------------------------------------
@@ -247,6 +281,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=compared.MODELS, default=list(compared.MODELS))
     parser.add_argument("--quick", action="store_true", help="compare only 1 and 16 rows of 500 tokens")
     parser.add_argument("--record-counts", action="store_true", help="write the counts to the record, and stop")
+    parser.add_argument("--beside", type=Path, metavar="FILE", help="a report of this machine or another one")
     parser.add_argument("--out", type=Path, help=f"of `compared`; by default {COMPARED.name}, with --quick no file")
     return parser.parse_args()
 

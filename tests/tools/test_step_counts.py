@@ -1,10 +1,14 @@
 """A decode step launches no more kernels and moves no more bytes on Metal than its record says. No Metal is needed."""
 
+import json
+from pathlib import Path
+
 import mlx.core as mx
 import pytest
 from mlx_lm.models import activations
 
-from benchmarks.lib.step.budget import budget, row_factor
+from benchmarks import step
+from benchmarks.lib.step.budget import Rates, budget, row_factor
 from benchmarks.lib.step.cases import (
     Case,
     as_record,
@@ -21,7 +25,7 @@ from benchmarks.lib.step.counting import Counts, count
 from benchmarks.lib.step.decode import Rows
 from benchmarks.lib.step.engines import Batch
 from benchmarks.lib.step.graph import Kind, placeholder
-from benchmarks.lib.step.models import BUNDLED, TINY
+from benchmarks.lib.step.models import BUNDLED, TINY, parameters
 from benchmarks.lib.step.stand_ins import gpu_graphs
 from benchmarks.lib.step.training import COMPILED, OURS, TOGETHER
 
@@ -250,3 +254,29 @@ def test_the_budget_is_bytes_at_the_bandwidth_plus_launches():
 def test_quantized_products_take_longer_by_tiles_of_32_rows():
     assert [row_factor(rows) for rows in (1, 2, 10, 32, 33, 64, 65)] == [1.0, 1.0, 4.5, 4.5, 9.0, 9.0, 13.5]
     assert row_factor(4) < row_factor(6) < row_factor(8)
+
+
+@pytest.mark.parametrize(("slower", "status"), [(1.0, 0), (1.5, 1)])
+def test_a_report_is_compared_with_the_arithmetic_of_its_own_rates(
+    slower: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Rates(4e11, 3e-6, tuple((rows, 1 + 0.1 * rows) for rows in (1, 2, 4, 8, 16, 32)))
+    rows = (1, 16)
+    found = counted(Case(BUNDLED, Rows.of([64] * count)) for count in rows)
+    taken = [slower * budget(counts, count, rates).total for counts, count in zip(found.values(), rows, strict=True)]
+    facts = {"read_bytes_per_s": rates.bandwidth, "launch_s": rates.launch, "products_s": dict(rates.products)}
+    figures = [
+        {"name": f"{count} row{'s' if count > 1 else ''}, base", "ours": 1e3 * count / milliseconds}
+        for count, milliseconds in zip(rows, taken, strict=True)
+    ]
+    report = {
+        "machine": {"backend": "metal"},
+        "model": {"parameters": parameters(BUNDLED)},
+        "setting": {"context": 64, "rows": rows},
+        "sections": {"device": {"facts": facts}, "decode": {"figures": figures}},
+    }
+    (file := tmp_path / "report.json").write_text(json.dumps(report))
+    monkeypatch.setattr("sys.argv", ["step.py", "--beside", str(file)])
+    assert step.main() == status
+    with pytest.raises(ValueError, match="is of a CPU"):
+        Rates.of_report(report | {"machine": {"backend": "cpu"}})

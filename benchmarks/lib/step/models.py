@@ -149,6 +149,11 @@ def plain(architecture: Architecture) -> nn.Module:
     return model
 
 
+def parameters(architecture: Architecture) -> int:
+    """How many there are, as a model's card counts them."""
+    return nn.utils.tree_reduce(lambda total, array: total + array.size, architecture.model().parameters(), 0)
+
+
 def runner_of(shaped: ShapedModel, kernel: bool = False) -> BatchRunner:
     """A new runner. Its KV pool has room for the rows of any case. `kernel`: several rows attend in its kernel."""
     with patch.object(device, "prove_once"):  # there are no weights
