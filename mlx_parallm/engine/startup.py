@@ -313,6 +313,8 @@ def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
     rows = [_SHORT // _SAMPLING] * _SAMPLING
     long, deep = _least(runner, check, [most]), _least(runner, check, [most], context)
     short = _least(runner, check, [_SHORT])
+    if runner.attention.kernel:  # that of few long rows is compiled now, and not when they come
+        _least(runner, check, [1, 1], context)
     sampling_s = _least(runner, check, rows, samples=1) - short
     per_pair = max(deep - long, 0.0) / (most * context)
     per_token = max(long - short, 1e-6) / (most - _SHORT)
