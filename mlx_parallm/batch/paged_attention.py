@@ -12,7 +12,9 @@
                           [ part 2 ]    [ part 2 ]      blocks 20 to 39
 
 Sequences are not padded, whatever their lengths. Tokens of latent attention stay with `BlockAttention`: all query heads
-share one head of keys there, so that it is a product of matrices, and a GPU has units for these.
+share one head of keys there, so that it is a product of matrices, and a GPU has units for these. Quantized blocks are
+read as the copies in full precision that `quantized` makes of them, because the newest block of a sequence is never
+quantized, and lies elsewhere.
 """
 
 from __future__ import annotations
