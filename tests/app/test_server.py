@@ -26,11 +26,11 @@ LORA, RL = LoRAConfig(rank=4, alpha=8.0), RLConfig(learning_rate=1e-3, batch_siz
 MARKED = {"collect_trajectory": True, "prompt": "abc", "n": 4, "max_tokens": 4, "seed": 1}
 
 
-def make(tmp_path: Path) -> RLIntegratedServer:
+def make(tmp_path: Path, **keys: object) -> RLIntegratedServer:
     save_tiny("llama", tmp_path / "model")
     kept = tmp_path / "checkpoints"
     return RLIntegratedServer(
-        tmp_path / "model", LORA, RL, server__kv_cache_memory="16MB", checkpointing__checkpoint_dir=kept
+        tmp_path / "model", LORA, RL, server__kv_cache_memory="16MB", checkpointing__checkpoint_dir=kept, **keys
     )
 
 
@@ -86,6 +86,14 @@ async def test_both_coroutines_serve_and_train_one_model(tmp_path: Path) -> None
     assert card["version"] == 1, "cancelled, it saves what it has learnt"
     while server._engine.processor.stats().alive:  # cancelled, it leaves no device thread behind
         await asyncio.sleep(0.02)
+
+
+@pytest.mark.timeout(120)
+async def test_the_base_model_answers_to_each_of_its_names(tmp_path: Path) -> None:
+    async with serving(make(tmp_path, server__served_model_name=("one", "two", "three")), trains=False) as client:
+        for name, status in {"one": 200, "two": 200, "three": 200, "four": 404}.items():
+            answer = await client.post("/v1/completions", json={"model": name, "prompt": "abc", "max_tokens": 1})
+            assert answer.status_code == status, answer.text
 
 
 @pytest.mark.timeout(120)

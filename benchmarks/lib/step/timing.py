@@ -71,14 +71,20 @@ class Timer:
         )
 
     def _products(self, rows: int) -> Build:
-        linears = [part for _, part in self._manager.model.named_modules() if isinstance(part, AdaptedLinear)]
+        adapted = [part for _, part in self._manager.model.named_modules() if isinstance(part, AdaptedLinear)]
+        linears = [part for part in adapted if part is not self._embedding]
         sizes = {part.base.weight.shape[1] for part in linears}
         inputs = {size: mx.random.normal((rows, 1, size), key=mx.random.key(size)) for size in sizes}
         mx.eval(inputs)
         return lambda: [part.base(inputs[part.base.weight.shape[1]]) for part in linears]
 
+    @property
+    def _embedding(self) -> AdaptedLinear:
+        embedding: AdaptedLinear = self._manager.model.model.embed_tokens  # the head too, because the model is tied
+        return embedding
+
     def _head(self, rows: int) -> Build:
-        embedding = self._manager.model.model.embed_tokens
+        embedding = self._embedding.base
         hidden = mx.random.normal((rows, 1, embedding.weight.shape[1]), key=mx.random.key(0))
         mx.eval(hidden)
         return lambda: [embedding.as_linear(hidden)]
