@@ -23,7 +23,18 @@ _NAME = re.compile(r"(?:[A-Z][a-z]+){2,}|[A-Z]+(?:_[A-Z]+)*|[A-Z]{2,}[A-Z]?[a-z]
 _OTHER_FLAGS = {
     *("--group", "--extra", "--dataset", "--tokenizer", "--book-url", "--api", "--base-url"),
     *("--backend", "--data-loader", "--constraint"),
-    *("--quick", "--repeats", "--against", "--only", "--minutes", "--seeds", "--record-counts", "--runs", "--hybrid"),
+    *(
+        "--quick",
+        "--repeats",
+        "--against",
+        "--beside",
+        "--only",
+        "--minutes",
+        "--seeds",
+        "--record-counts",
+        "--runs",
+        "--hybrid",
+    ),
     *("--user", "--enable", "--now", "--gpus", "--from", "--with", "--find-links"),
     *("--enable-lora", "--no-enable-overlap-scheduler"),
 }
