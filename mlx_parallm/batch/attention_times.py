@@ -182,9 +182,10 @@ class _Measured:
         return call.attend(self._arena.keys[layer], self._arena.values[layer], queries, scale, None)
 
     def difference(self, choice: AttentionChoice) -> float:
-        """How far outputs are from those by blocks, relative to the largest of these."""
+        """How far outputs are from those by blocks, relative to the largest of these. Infinite if one is no number."""
         found, wanted = (
             self._attend(AttentionCalls(self._seen, None, each), self._queries, 0).astype(mx.float32)
             for each in (choice, _PLAIN)
         )
-        return float(np.array(mx.abs(found - wanted).max() / mx.abs(wanted).max()))
+        largest = float(np.array(mx.abs(found - wanted).max() / mx.abs(wanted).max()))
+        return math.inf if math.isnan(largest) else largest

@@ -5,6 +5,7 @@ With these, the arithmetic of `benchmarks/step.py` says what a step of a model s
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -105,7 +106,7 @@ def _attention() -> dict[str, Any]:
 
 
 def _difference(times: AttentionTimes) -> float | None:
-    return times.difference if times.kernel and times.difference == times.difference else None
+    return times.difference if times.kernel and math.isfinite(times.difference) else None
 
 
 def _seconds(work: Callable[[], None]) -> float:

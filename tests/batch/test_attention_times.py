@@ -9,6 +9,7 @@ import pytest
 
 from mlx_parallm.batch.attention import AttentionChoice
 from mlx_parallm.batch.attention_times import AttentionTimes, Batch, measure_attention
+from mlx_parallm.batch.paged_attention import PagedAttention
 from mlx_parallm.model.layer_state import LayerSpec
 
 BATCHES: list[Batch] = [(1, 500), (4, 500), (16, 500), (16, 4000)]
@@ -52,6 +53,13 @@ def test_the_kernel_must_agree_and_be_faster_for_short_and_long_sequences(
 ) -> None:
     found = times([9.0] * 4, [2.0] * 4, kernel, difference)
     assert (found.agrees, found.is_faster) == (agrees, is_faster)
+
+
+def test_outputs_that_are_no_numbers_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedAttention, "attend", lambda self, keys, values, queries, *_: queries * math.nan)
+    found = measure_attention(LayerSpec(2, 32, 32), mx.float32, kernel=True)
+    assert found.kernel
+    assert not found.agrees
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="a GPU has it")

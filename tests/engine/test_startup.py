@@ -167,6 +167,21 @@ def test_a_kernel_that_fails_with_the_model_is_not_used(
     assert "attention does not use its kernel: results differ by 0.3" in caplog.text
 
 
+@pytest.mark.parametrize("row", [0, 1, 2])
+def test_logits_of_any_row_that_are_no_numbers_are_found(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = startup.Prover.logits
+
+    def broken(self: startup.Prover, *arguments: Any) -> list[mx.array]:
+        found = right(self, *arguments)
+        found[row] = found[row] * math.nan
+        return found
+
+    prover = prover_of(make_harness())
+    assert not prover.batch().problem
+    monkeypatch.setattr(startup.Prover, "logits", broken)
+    assert prover.batch().problem
+
+
 def prover_of(harness: Harness) -> startup.Prover:
     model = tiny_model("llama")
     return startup.Prover(model, harness.runner._bank, prepare(model), harness.runner)
