@@ -97,7 +97,8 @@ class Ours:
     # -- updates ---------------------------------------------------------------------------------
 
     async def update(self, samples: tuple[Datum, ...], weights: AdapterWeights) -> float:
-        """Seconds of an update of a policy that began with these weights, between the engine's other work.
+        """Seconds of an update of a policy that began with these weights, between the engine's other work. If it is
+        cancelled, nothing of it runs on.
 
         Raises:
             RuntimeError: the update was skipped.
@@ -106,7 +107,11 @@ class Ours:
             self._policy = await self._processor.run(lambda: self._policy_of(weights))
         policy = self._policy
         started = time.perf_counter()
-        outcome = await self._processor.run(lambda: self.trainer.begin(policy, UpdateBatch(samples)))
+        try:
+            outcome = await self._processor.run(lambda: self.trainer.begin(policy, UpdateBatch(samples)))
+        except asyncio.CancelledError:
+            await self._processor.run(lambda: self.trainer.abandon(policy))
+            raise
         seconds = time.perf_counter() - started
         if outcome.skipped:
             raise RuntimeError(f"the update was skipped: {outcome.skipped}")

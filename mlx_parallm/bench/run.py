@@ -144,10 +144,13 @@ class Sides:
         async def training(number: int) -> float:
             updates = asyncio.create_task(self._updates(number))
             try:
-                return await alone(number)
+                rate = await alone(number)
             finally:
                 updates.cancel()
                 await asyncio.wait([updates])
+            if not updates.cancelled():  # it failed, and the rows decoded alone
+                updates.result()
+            return rate
 
         name = f"{CLIENTS} rows, {ADAPTERS} adapters, while it trains"
         section.figures.append(Comparison(name, "the same rows while it does not train", sizes.rounds, training, alone))

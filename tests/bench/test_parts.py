@@ -2,14 +2,20 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mlx_parallm.bench import ours
 from mlx_parallm.bench.comparison import Comparison, compare
-from mlx_parallm.bench.ours import SETTLED, Window
+from mlx_parallm.bench.ours import SETTLED, Ours, Window
 from mlx_parallm.bench.report import ReportSection, Status
+from mlx_parallm.bench.run import Sides
+from mlx_parallm.bench.sizes import SIZES
 
 
 @pytest.fixture
@@ -107,6 +113,63 @@ async def test_a_first_round_that_compiles_kernels_does_not_say_how_long_a_round
 def test_what_was_not_measured_is_null():
     data = comparison([]).as_json()
     assert (data["ours"], data["other"], data["ratio"]) == (None, None, None)
+
+
+# -- decode steps while the engine trains ----------------------------------------------------------
+
+
+class Device:
+    """Runs what is asked at once. Updates that begin end when they are abandoned, or fail at once with `error`."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.running = error, set[Future[Any]]()
+
+    async def run(self, call: Callable[[], Any]) -> Any:
+        found = call()
+        return await asyncio.wrap_future(found) if isinstance(found, Future) else found
+
+    def begin(self, policy: object, batch: object) -> Future[Any]:
+        future = Future[Any]()
+        if self.error:
+            future.set_exception(RuntimeError(self.error))
+        else:
+            self.running.add(future)
+        return future
+
+    def abandon(self, policy: object) -> None:
+        self.running.clear()
+
+
+def sides(device: Device, decode: Callable[[], Awaitable[float]]) -> Sides:
+    learner = SimpleNamespace(trainer=device)
+    served: Any = SimpleNamespace(training=SimpleNamespace(parts=SimpleNamespace(learner=learner)))
+    engine: Any = SimpleNamespace(processor=device)
+    side: Any = Ours(engine, served)
+    side._policy = object()
+    side.decode = lambda *_: decode()
+    unused: Any = None
+    return Sides(engine, side, unused, unused, 50, SIZES["tiny"])
+
+
+async def test_rows_that_are_measured_alone_have_no_update_beside_them():
+    device, updates = Device(), list[int]()
+
+    async def decode() -> float:
+        await asyncio.sleep(0.01)
+        updates.append(len(device.running))
+        return 1.0
+
+    await sides(device, decode).live(ReportSection("live", 1.0), time.monotonic() + 60)
+    assert updates == [1, 0, 0, 1]
+
+
+async def test_an_update_that_fails_is_not_taken_for_one_that_runs():
+    async def decode() -> float:
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="no gradients"):
+        await sides(Device("no gradients"), decode).live(ReportSection("live", 1.0), time.monotonic() + 60)
 
 
 # -- sections ------------------------------------------------------------------------------------
