@@ -99,7 +99,10 @@ class CostModel:
             tokens += count
             pairs += count * (context + count / 2)
         of_chunks = self._of_chunks(tokens, pairs)
-        return self.fixed + self.per_sample * samples + self._bend(tokens) + of_chunks, of_chunks
+        seconds = self.fixed + self.per_sample * samples + self._bend(tokens) + of_chunks
+        # Terms that were measured too long can make the bend longer than the rest, if few of the tokens are sampled.
+        seconds = max(seconds, min(self.fixed, self.steps[0][1]) if self.steps else self.fixed)
+        return seconds, min(of_chunks, seconds)
 
     def _of_chunks(self, tokens: int, pairs: float) -> float:
         return self.chunk_scale * (self.per_token * tokens + self.per_pair * pairs)

@@ -364,7 +364,7 @@ class RLAwareScheduler:
         work, prefill_s = [span.work for span in unit.spans], 0.0 if unit.decodes else seconds
         if unit.decodes and unit.chunks:
             chunks_s = sum(self.cost.chunk_seconds(chunk.work) for chunk in unit.chunks)
-            prefill_s = seconds * chunks_s / self.cost.seconds(work, unit.tokens_sampled)
+            prefill_s = seconds * min(chunks_s / self.cost.seconds(work, unit.tokens_sampled), 1.0)
         if unit.drafts and not unit.chunks:
             self.cost.observe_drafts([span._replace(tokens=1) for span in work], unit.drafts, seconds)
         else:

@@ -95,6 +95,23 @@ def test_a_few_rows_take_what_was_measured_and_chunks_are_not_thought_slower_for
     assert cost.chunk_seconds(Chunk(100, 0)) == pytest.approx(100 * 0.0001, rel=0.01)
 
 
+@given(
+    *(st.floats(1e-4, 0.02), st.floats(1e-6, 1e-3), st.floats(0, 1e-3), st.floats(1e-4, 0.02)),
+    *(st.integers(1, 40), st.floats(0.1, 10.0)),
+)
+def test_no_unit_takes_less_than_no_time(
+    fixed: float, per_token: float, per_sample: float, step: float, tokens: int, chunk_scale: float
+) -> None:
+    """A start beside other programs can measure any of the terms several times too long."""
+    cost = CostModel(fixed, per_token, 0.0, per_sample, chunk_scale=chunk_scale, steps=((1, step), (32, step)))
+    unit = [Chunk(tokens, 0)]
+    assert cost.seconds(unit, 1) >= min(fixed, step)
+    cost.observe(unit, 1, step, 1.0)
+    assert cost._share is not None
+    assert 0 <= cost._share <= 1
+    assert cost.scale > 0
+
+
 @given(st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-4), st.integers(0, 8000), st.floats(0.001, 3))
 @settings(max_examples=200)
 def test_the_largest_chunk_within_a_time_is_the_largest(

@@ -175,6 +175,19 @@ def test_preempted_rows_are_recomputed_and_the_oldest_is_kept() -> None:
     assert set(driver.finished) == set(rows)
 
 
+def test_chunks_of_prompts_take_no_more_than_the_unit_that_has_them() -> None:
+    driver = Driver()
+    driver.add(2, max_tokens=100)
+    driver.step()
+    driver.add(20)
+    unit = driver.step()
+    assert isinstance(unit, ForwardUnit)
+    assert unit.decodes
+    assert unit.chunks
+    driver.scheduler.cost = CostModel(0.001, 0.001, 0.0, steps=((1, 0.001), (32, 0.002)))
+    assert driver.scheduler.record_done(unit, 0.002, driver.now) == pytest.approx(0.002)
+
+
 def test_a_scheduler_with_its_defaults_runs_without_an_engine() -> None:
     scheduler = new_scheduler()
     group = PromptGroup()
