@@ -92,8 +92,8 @@ def sample_tokens(length: int, vocab_size: int, start: int = 7) -> list[int]:
 
 
 def relative_error(got: mx.array, want: mx.array) -> float:
-    """|got - want| / |want - mean over the vocabulary| of the worst row and step, for logits [..., vocab]. Infinite if one
-    is no number."""
+    """|got - want| / |want - mean over the vocabulary| of the worst row and step, for logits [..., vocab]. Infinite if
+    one is no number."""
     got, want = got.astype(mx.float32), want.astype(mx.float32)
     centred = want - want.mean(axis=-1, keepdims=True)
     errors = mx.linalg.norm(got - want, axis=-1) / mx.linalg.norm(centred, axis=-1)
