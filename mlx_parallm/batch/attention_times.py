@@ -40,6 +40,9 @@ _GROUP = 4
 """Query heads for each head of keys and values, as most models have."""
 _PLAIN, _KERNEL, _DENSE = AttentionChoice(), AttentionChoice(kernel=True), AttentionChoice(math.inf)
 
+KERNEL_ERRORS = (RuntimeError, ValueError)
+"""MLX's own: the GPU's compiler refuses a kernel, or its threads need more registers than there are."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionTimes:
@@ -113,7 +116,7 @@ def typical_times() -> tuple[AttentionTimes, str]:
     spec, dtype = LayerSpec(8, 128, 128), mx.float32 if on_cpu() else mx.bfloat16
     try:
         return measure_attention(spec, dtype, kernel=not on_cpu()), ""
-    except RuntimeError as error:  # MLX's own: the GPU's compiler refuses it
+    except KERNEL_ERRORS as error:
         return measure_attention(spec, dtype, kernel=False), str(error)
 
 
@@ -121,7 +124,7 @@ def measure_attention(spec: LayerSpec, dtype: mx.Dtype, kernel: bool) -> Attenti
     """Measures layers of this shape, in up to half a second on a CPU. `kernel`: the kernel too.
 
     Raises:
-        RuntimeError: MLX cannot compile or run the kernel.
+        RuntimeError, ValueError: MLX cannot compile or run the kernel.
     """
     if not pairs_work(dtype):
         return AttentionTimes({}, {}, {})

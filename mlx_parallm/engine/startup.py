@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.batch.attention_times import AttentionTimes, measure_attention
+from mlx_parallm.batch.attention_times import KERNEL_ERRORS, AttentionTimes, measure_attention
 from mlx_parallm.batch.paged_attention import is_proved, obstacle
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span, in_order
@@ -289,9 +289,7 @@ def _attention_times(layout: KVLayout, kernel: bool) -> AttentionTimes:
     spec = next(iter(layout.attention.values()))
     try:
         return measure_attention(spec, layout.dtype, kernel)
-    except (
-        RuntimeError
-    ):  # MLX's own: this GPU's compiler refuses the kernel, or the device fails, as it then does again
+    except KERNEL_ERRORS:  # this GPU's compiler refuses the kernel, or the device fails, as it then does again
         _log.warning("attention cannot use its kernel on this GPU", exc_info=True)
         return measure_attention(spec, layout.dtype, kernel=False)
 
