@@ -94,8 +94,15 @@ class BaseModel:
         loaded = self.open()
         for _ in materializing(loaded.model, self.name, show=True):
             yield
+        before = list(self._shared.memories)
         built = self.build(self._manager(loaded))
-        return self.parts(built)
+        try:
+            return self.parts(built)
+        except BaseException:  # whatever it is: the others must not count its memory, nor that of its draft model
+            for memory in [each for each in self._shared.memories if each not in before]:
+                memory.leave()
+            built.store.unload()
+            raise
 
     def build(self, manager: SharedModelManager | None = None) -> Built:
         """What the base model has on the device. `manager`: None loads it in one go.

@@ -240,6 +240,21 @@ async def test_a_base_model_that_cannot_be_loaded_costs_only_its_requests(tmp_pa
 
 
 @pytest.mark.timeout(120)
+async def test_a_base_model_that_cannot_be_measured_keeps_no_memory(models, monkeypatch, limits_restored) -> None:
+    folder, each = models
+
+    def refused(*_: object) -> None:
+        raise ConfigError("--attention kernel cannot be used")
+
+    async with serving(folder, weights=sum(map(bytes_of, each.values()))) as (client, server):
+        monkeypatch.setattr("mlx_parallm.app.base_model.choose_attention", refused)
+        assert (await client.post("/v1/completions", json=body("two", 1))).status_code == 503
+        assert await states(client) == {"one": "loaded", "two": "failed"}
+        assert len(server._engine.shared.memories) == 1
+        assert (await ask(client, body("one", 1)))["model"] == "one"
+
+
+@pytest.mark.timeout(120)
 async def test_others_are_served_during_a_load_and_the_server_can_end_in_it(
     models, monkeypatch, limits_restored
 ) -> None:
