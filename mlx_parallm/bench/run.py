@@ -322,6 +322,9 @@ class _Run:
         self._on_section(section)
         try:
             await section.run(work(time.monotonic() + section.limit_s))
+            if self.report.interrupted:  # what was cancelled ended with an error, which hides the cancellation
+                section.status = Status.INTERRUPTED
+                raise asyncio.CancelledError
         finally:
             section.state = state()
             self.report.write()

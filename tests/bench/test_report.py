@@ -98,6 +98,22 @@ def test_a_signal_leaves_a_file_with_what_there_is(unloadable, file, model, numb
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
+def test_an_error_of_what_a_signal_cancels_does_not_hide_the_signal(unloadable, file, model, monkeypatch):
+    async def signalled(choice, on_result):
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise RuntimeError("the device thread has stopped")
+
+    monkeypatch.setattr(running, "tested_models", signalled)
+    assert report(file, model)[0] == 130
+    assert statuses(json.loads(file.read_text())) == {
+        "self-test": "interrupted",
+        **dict.fromkeys(SECTIONS[1:], "not begun"),
+    }
+
+
 def test_a_file_that_cannot_be_written_is_known_at_the_start(tmp_path, model, capsys, unloadable):
     def ended(path: Path) -> int:
         return main(["bench", "--report", str(path), "--sizes", "tiny", "--model-path", model])
