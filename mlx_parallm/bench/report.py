@@ -158,9 +158,9 @@ class BenchReport:
             ConfigError: it is something else than a file, such as a folder or a device.
             StorageError: it cannot be written.
         """
-        if self.file.exists() and not self.file.is_file():
-            raise ConfigError(f"--report: {self.file} is not a file; name one that may be replaced")
         try:
+            if self.file.exists() and not self.file.is_file():
+                raise ConfigError(f"--report: {self.file} is not a file; name one that may be replaced")
             replace_file(self.file, json.dumps(self.as_json(), indent=2, allow_nan=False).encode() + b"\n")
         except OSError as error:
             raise StorageError(f"--report: {self.file} cannot be written: {error.strerror}") from error

@@ -120,6 +120,7 @@ def test_a_file_that_cannot_be_written_is_known_at_the_start(tmp_path, model, ca
 
     os.mkfifo(pipe := tmp_path / "pipe")
     assert (ended(tmp_path), ended(pipe), ended(tmp_path / "no" / "x.json")) == (2, 2, 1)
+    assert ended(tmp_path / ("x" * 300)) == 1
     assert pipe.is_fifo(), "a device is not replaced by a file"
     printed = capsys.readouterr()
     assert "is not a file" in printed.err
