@@ -112,6 +112,7 @@ class BenchReport:
         machine: see `selftest.report.describe_machine`.
         model: the model that is measured, by facts.
         setting: how much is measured.
+        folder: of the model, if it is a local one. Errors name it; the report does not.
         budget_s: the most seconds that all of it may take.
         interrupted: the signal that ended it; empty if none did.
     """
@@ -123,6 +124,7 @@ class BenchReport:
     budget_s: float
     sections: list[ReportSection]
     interrupted: str = ""
+    folder: Path | None = None
     _date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     _started: float = field(default_factory=time.monotonic)
 
@@ -148,8 +150,24 @@ class BenchReport:
             "machine": self.machine,
             "model": self.model,
             "setting": self.setting,
-            "sections": {section.name: section.as_json() for section in self.sections},
+            "sections": {section.name: self._without_folder(section.as_json()) for section in self.sections},
         }
+
+    def _without_folder(self, value: Any) -> Any:
+        """The same with the model's name in place of its folder."""
+        if self.folder is None:
+            return value
+        match value:
+            case str():
+                for folder in (self.folder.absolute(), self.folder.resolve()):
+                    for text in (str(folder), str(folder).replace(str(Path.home()), "~")):
+                        value = value.replace(text, self.model["name"])
+                return value
+            case dict():
+                return {key: self._without_folder(each) for key, each in value.items()}
+            case list():
+                return [self._without_folder(each) for each in value]
+        return value
 
     def write(self) -> None:
         """Replaces the file.

@@ -282,7 +282,8 @@ def run(
         ReportSection("load", 1.0),
         *(ReportSection(name, share) for name, (share, _) in _MEASURED.items()),
     ]
-    report = BenchReport(file, describe_machine(), {"name": choice.name}, setting, budget_s, sections)
+    local = Path(choice.path) if choice.path is not None and Path(choice.path).is_dir() else None
+    report = BenchReport(file, describe_machine(), {"name": choice.name}, setting, budget_s, sections, folder=local)
     report.write()
     asyncio.run(_interruptible(_Run(report, choice, SIZES[name], on_section, on_check)))
     report.write()

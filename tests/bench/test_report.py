@@ -74,6 +74,18 @@ def test_a_section_that_fails_costs_itself_and_what_needs_it(unloadable, file, m
     assert "RuntimeError: no device\nfailed after 0 s" in printed
 
 
+def test_an_error_that_names_the_models_folder_does_not_in_the_report(unloadable, file, model, monkeypatch, capsys):
+    async def fails(path, cached, folder):
+        raise ValueError(f"{path}: no tensors in {path}/model.safetensors")
+
+    monkeypatch.setattr(running, "step_memory", fails)
+    _, found = report(file, model, "--json")
+    assert found["sections"]["memory"]["problem"] == (
+        "ValueError: a local folder: no tensors in a local folder/model.safetensors"
+    )
+    assert model not in file.read_text() + capsys.readouterr().out
+
+
 def test_json_is_the_report(unloadable, file, model, capsys):
     _, found = report(file, model, "--json")
     printed = json.loads(capsys.readouterr().out)
