@@ -263,13 +263,21 @@ class PagedAttention:
         simdgroups = max(1, min(_MOST_SIMDGROUPS, _SHARED_BYTES // (4 * plan.queries * width_v)))
         whole = (tokens, heads, 1, width_v)
         pieces = (plan.count, kv_heads, plan.queries, width_v)
-        common = [("KV", kv_heads), ("G", shape.group), ("DV", width_v), ("M", plan.queries), ("SPAN", plan.span)]
-        common += [("SINKS", sinks is not None)]
         logits = self._no_sinks if sinks is None else sinks
+        common: list[tuple[str, Any]] = [
+            ("KV", kv_heads),
+            ("G", shape.group),
+            ("DV", width_v),
+            ("M", plan.queries),
+            ("SPAN", plan.span),
+            ("SINKS", sinks is not None),
+            ("S", logits.dtype),  # on CUDA, MLX compiles for each of these values, and not for the types of arrays
+        ]
         outputs, sums = kernel("attend", _INPUTS, ("outputs", "sums"))(
             inputs=[queries, keys, values, plan.blocks, plan.parts, plan.starts, settings, factor, logits],
             template=[
                 ("T", queries.dtype),
+                ("K", keys.dtype),
                 ("O", mx.float32 if plan.split else queries.dtype),
                 ("DK", width_k),
                 ("SIMDS", simdgroups),

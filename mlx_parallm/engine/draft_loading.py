@@ -6,15 +6,13 @@ import logging
 from dataclasses import replace
 
 from mlx_parallm.adapters.bank import AdapterBank
-from mlx_parallm.batch.attention import AttentionChoice
-from mlx_parallm.batch.paged_attention import obstacle
 from mlx_parallm.batch.runner import BatchRunner
-from mlx_parallm.config import Config, Speculation
+from mlx_parallm.config import Attention, Config, Speculation
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.model_check import prove_once
 from mlx_parallm.engine.speculate import Source
-from mlx_parallm.engine.startup import calibrate, calibrate_steps
+from mlx_parallm.engine.startup import Prover, calibrate, calibrate_steps, choose_attention
 from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory, MemoryAccount
@@ -124,9 +122,10 @@ def build_draft_model(
             prove_once(draft, slots)
         cache = LoRABatchedKVCache(model.plan.layout, memory, length, keep_prefixes)
         own = BatchRunner(model.model, cache, slots, model.plan)
-        kernel = runner.attention.kernel and obstacle(model.plan.layout) is None
-        own.attention = AttentionChoice(runner.attention.dense_rows, kernel)
+        own.attention = runner.attention
         if draft is not None:
+            wanted = Attention.AUTO if runner.attention.kernel else Attention.PLAIN
+            choose_attention(own, wanted, Prover(model.model, slots, model.plan, own))
             cost = calibrate_steps(own, calibrate(own))
     except BaseException:  # whatever it is: the base models must not count its memory
         memory.leave()
