@@ -86,7 +86,7 @@ async def _serving(name: str, command: Sequence[str], model: Path | None, logs: 
 
 def our_server_has(flag: str) -> bool:
     """Whether `mlx_parallm_serve` has the flag."""
-    shown = subprocess.run([str(OUR_SERVER), "--help"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run([str(OUR_SERVER), "--help-all"], capture_output=True, text=True, check=True).stdout
     return flag in shown
 
 
