@@ -40,7 +40,7 @@ _GROUP = 4
 """Query heads for each head of keys and values, as most models have."""
 _PLAIN, _KERNEL, _DENSE = AttentionChoice(), AttentionChoice(kernel=True), AttentionChoice(math.inf)
 
-KERNEL_ERRORS = (RuntimeError, ValueError)
+_KERNEL_ERRORS = (RuntimeError, ValueError)
 """MLX's own: the GPU's compiler refuses a kernel, or its threads need more registers than there are."""
 
 
@@ -111,12 +111,16 @@ def typical_attention() -> str:
 
 
 def typical_times() -> tuple[AttentionTimes, str]:
-    """The times of a layer as many models of 8 billion parameters have it, in half-precision, but not on a CPU; and why
-    the kernel cannot be measured on this GPU, if it cannot."""
-    spec, dtype = LayerSpec(8, 128, 128), mx.float32 if on_cpu() else mx.bfloat16
+    """Those of a layer as many models of 8 billion parameters have it, in half-precision, but not on a CPU. See
+    `attention_times`."""
+    return attention_times(LayerSpec(8, 128, 128), mx.float32 if on_cpu() else mx.bfloat16, kernel=not on_cpu())
+
+
+def attention_times(spec: LayerSpec, dtype: mx.Dtype, kernel: bool) -> tuple[AttentionTimes, str]:
+    """The times of a layer, without the kernel if that cannot run; and why it cannot, or nothing."""
     try:
-        return measure_attention(spec, dtype, kernel=not on_cpu()), ""
-    except KERNEL_ERRORS as error:
+        return measure_attention(spec, dtype, kernel), ""
+    except _KERNEL_ERRORS as error:  # if it is the device that fails, it fails again
         return measure_attention(spec, dtype, kernel=False), str(error)
 
 

@@ -1,6 +1,6 @@
 """Attention of single tokens and drafts of many sequences in one kernel, which reads their blocks where they lie.
 
-`kernels/attend.kernel` is the kernel's text, one for Metal and CUDA. What it is told comes from here:
+`kernels/attend.kernel` is the kernel's text, one for Metal and CUDA. This module makes the index arrays that it reads:
 
     tile    queries that share a head of keys and values: the heads of a group, of one token or of a few of a draft
     part    a tile and some of its blocks. Few or long sequences have several parts for each tile, so that the whole
@@ -175,15 +175,19 @@ def _plan(rows: Sequence[SeenBlocks], shape: _Shape) -> _Plan:
     chunks = -(-shape.group // most)
     span = -(-shape.group // chunks)
     together = max(1, most // shape.group) if any(row.tokens > 1 for row in rows) else 1
-    tiles = [(row, at, min(together, row.tokens - at)) for row in rows for at in range(0, row.tokens, together)]
-    largest = max(_LEAST_BLOCKS, -(-sum(len(row.block_ids) for row, _, _ in tiles) * shape.kv_heads // _THREADGROUPS))
-    first_token = dict(zip(map(id, rows), accumulate((row.tokens for row in rows), initial=0), strict=False))
-    first_block = dict(zip(map(id, rows), accumulate((len(row.block_ids) for row in rows), initial=0), strict=False))
+    tokens_before = accumulate((row.tokens for row in rows), initial=0)
+    blocks_before = accumulate((len(row.block_ids) for row in rows), initial=0)
+    tiles = [
+        (row, first_token, first_block, at, min(together, row.tokens - at))
+        for row, first_token, first_block in zip(rows, tokens_before, blocks_before, strict=False)
+        for at in range(0, row.tokens, together)
+    ]
+    largest = max(_LEAST_BLOCKS, -(-sum(len(row.block_ids) for row, *_ in tiles) * shape.kv_heads // _THREADGROUPS))
     parts: list[tuple[int, ...]] = []
     starts: list[int] = []
     owners: list[tuple[int, int, int]] = []
     split = False
-    for row, at, tokens in tiles:
+    for row, first_token, first_block, at, tokens in tiles:
         pieces = _cut(len(row.block_ids), largest)
         split |= len(pieces) > 1
         of_chunks = [(len(parts) + chunk * len(pieces), len(pieces)) for chunk in range(chunks)]
@@ -191,9 +195,8 @@ def _plan(rows: Sequence[SeenBlocks], shape: _Shape) -> _Plan:
         for chunk in range(chunks):
             heads = min(span, shape.group - chunk * span)
             for begin, held in pieces:
-                at_block, number = first_block[id(row)] + begin, row.first // BLOCK_TOKENS + begin
-                token = first_token[id(row)] + at
-                parts.append((token, chunk * span, heads * tokens, at_block, held, number))
+                number = row.first // BLOCK_TOKENS + begin
+                parts.append((first_token + at, chunk * span, heads * tokens, first_block + begin, held, number))
                 starts.append(row.start + at)
     ids = [block for row in rows for block in row.block_ids]
     return _Plan(

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.weights import AdapterWeights
-from mlx_parallm.batch.attention_times import KERNEL_ERRORS, AttentionTimes, measure_attention
+from mlx_parallm.batch.attention_times import attention_times
 from mlx_parallm.batch.paged_attention import is_proved, obstacle
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span, in_order
@@ -269,10 +269,11 @@ def choose_attention(runner: BatchRunner, wanted: Attention, prover: Prover) -> 
         runner.attention = replace(runner.attention, dense_rows=max(runner.attention.dense_rows, 1.0))
     elif layout.attention:
         tries_kernel = why_not is None and (wanted is Attention.KERNEL or (wanted is Attention.AUTO and is_proved()))
-        times = _attention_times(layout, tries_kernel)
+        times, problem = attention_times(next(iter(layout.attention.values())), layout.dtype, tries_kernel)
         runner.attention = times.choice(times.agrees and (times.is_faster or wanted is Attention.KERNEL))
-        problem = prover.batch().problem if runner.attention.kernel else ""
-        if times.kernel and not times.agrees:
+        if runner.attention.kernel:
+            problem = prover.batch().problem
+        elif times.kernel and not times.agrees:
             problem = f"a layer's outputs differ by {times.difference:.1e}"
         if problem:
             _log.warning("attention does not use its kernel: %s", problem)
@@ -280,18 +281,9 @@ def choose_attention(runner: BatchRunner, wanted: Attention, prover: Prover) -> 
         _log.debug("attention of single tokens: %s", times.text(runner.attention))
         if wanted is Attention.KERNEL and not runner.attention.kernel:
             raise ConfigError(
-                "--attention kernel cannot be used: on this GPU it does not compute what attention without it does; "
-                "leave it out, and report what `mlx_parallm doctor` prints"
+                "--attention kernel cannot be used: on this GPU it fails, or does not compute what attention without "
+                "it does; leave it out, and report what `mlx_parallm doctor` prints"
             )
-
-
-def _attention_times(layout: KVLayout, kernel: bool) -> AttentionTimes:
-    spec = next(iter(layout.attention.values()))
-    try:
-        return measure_attention(spec, layout.dtype, kernel)
-    except KERNEL_ERRORS:  # this GPU's compiler refuses the kernel, or the device fails, as it then does again
-        _log.warning("attention cannot use its kernel on this GPU", exc_info=True)
-        return measure_attention(spec, layout.dtype, kernel=False)
 
 
 def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:

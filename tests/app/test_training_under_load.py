@@ -43,7 +43,7 @@ async def complete(served: Served, number: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_a_hundred_updates_beside_eight_clients(tmp_path: Path) -> None:
-    """Each answer was drawn with the weights of the version that it names, which are those of its checkpoint."""
+    """Each answer was sampled with the weights of the version that it names, which are those of its checkpoint."""
     save_tiny("llama", tmp_path / "model")
     keys = {
         "server__kv_cache_memory": "16MB",

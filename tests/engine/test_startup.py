@@ -143,7 +143,7 @@ def test_a_gpu_uses_the_kernel_where_it_is_proved(
 
     for name, value in {"on_cpu": False, "obstacle": None, "is_proved": proved}.items():
         monkeypatch.setattr(startup, name, lambda *_, value=value: value)
-    monkeypatch.setattr(startup, "measure_attention", measured)
+    monkeypatch.setattr("mlx_parallm.batch.attention_times.measure_attention", measured)
     monkeypatch.setattr(startup.Prover, "batch", lambda _: Finding("batch", 0.0))
     harness = make_harness()
     if chosen is None:
@@ -159,7 +159,7 @@ def test_a_kernel_that_fails_with_the_model_is_not_used(
 ) -> None:
     batches = dict.fromkeys([(1, 500), (16, 500), (16, 4000)], 2.0)
     times = AttentionTimes(batches, batches, dict.fromkeys(batches, 1.0))
-    for name, value in {"on_cpu": False, "obstacle": None, "is_proved": True, "measure_attention": times}.items():
+    for name, value in {"on_cpu": False, "obstacle": None, "is_proved": True, "attention_times": (times, "")}.items():
         monkeypatch.setattr(startup, name, lambda *_, value=value: value)
     monkeypatch.setattr(startup.Prover, "batch", lambda _: Finding("batch", 0.3, "results differ by 0.3"))
     harness = make_harness()
