@@ -87,6 +87,7 @@ class GivenTrajectory:
         reference_logprobs: one for each token of the completion, in place of those of the base model; empty: none
             given.
         episode_id: trajectories of one group with the same id are one episode; empty: it is an episode by itself.
+        owner: as in `Trajectory`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -100,6 +101,7 @@ class GivenTrajectory:
     advantages: tuple[float, ...] = ()
     reference_logprobs: tuple[float, ...] = ()
     episode_id: str = ""
+    owner: str | None = None
 
     @property
     def trained_tokens(self) -> int:

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from mlx_parallm.config import ResolvedLoss
+from mlx_parallm.config import OptimizerConfig, ResolvedLoss, ResolvedTraining
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import FinishReason
 
@@ -208,6 +208,20 @@ def check_pairs(data: Sequence[Datum]) -> None:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """The settings that shape an update: with the same data, from the same policy, it is the same to the bit."""
+
+    loss: ResolvedLoss
+    optimizer: OptimizerConfig
+    minibatches: int
+    micro_batch_tokens: int
+
+    @classmethod
+    def of(cls, config: ResolvedTraining) -> UpdateSettings:
+        return cls(config.loss, config.optimizer, config.minibatches, config.micro_batch_tokens)
+
+
 _LEAST_STEP = 0.01
 """Updates of smaller steps are not made."""
 
@@ -218,7 +232,8 @@ class UpdateBatch:
 
     `loss`: None is the configured one. `step_scale`: the factor by which the step is multiplied, 0 to 1; below 1 if
     only a part of the batch has a signal. The step itself is scaled, since AdamW makes nearly the same step for
-    gradients of any size. `learning_rate`: of this step; None: that of the configured schedule.
+    gradients of any size. `learning_rate`: of this step; None: that of the configured schedule. `settings`: None is the
+    configured ones.
     """
 
     samples: tuple[Datum, ...]
@@ -226,6 +241,7 @@ class UpdateBatch:
     step_scale: float = 1.0
     loss: ResolvedLoss | None = None
     learning_rate: float | None = None
+    settings: UpdateSettings | None = None
 
     @property
     def teaches(self) -> bool:

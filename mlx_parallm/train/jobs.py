@@ -33,7 +33,7 @@ from mlx_parallm.train.accumulation import (
     of_samples,
 )
 from mlx_parallm.train.context import LoraSpan, Params
-from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
+from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome, UpdateSettings
 from mlx_parallm.train.forwards import MicroStepInput, TrainingForwards
 from mlx_parallm.train.losses import k3
 from mlx_parallm.train.pacing import Pacer, Stage
@@ -224,7 +224,7 @@ class Jobs:
         return after, share, kl
 
     def update(
-        self, job: Job[UpdateOutcome], batch: UpdateBatch, works: Sequence[Accumulation], optimizer: OptimizerConfig
+        self, job: Job[UpdateOutcome], batch: UpdateBatch, works: Sequence[Accumulation], settings: UpdateSettings
     ) -> Parts[UpdateOutcome]:
         """Makes a step from each minibatch, one after the other: all of them, or none. `works`: the minibatches.
 
@@ -232,11 +232,13 @@ class Jobs:
         measures the KL of the whole update, and is moved back for it.
         """
         policy, several = works[0].policy, len(works) > 1
+        optimizer = settings.optimizer.at(batch.learning_rate)
         limited = optimizer.max_kl_step is not None or self._config.divergence.kl_step.limit is not None
         measures_kl = limited and works[0].loss.kind is LossKind.POLICY_GRADIENT
         start, outcomes = policy.state, list[UpdateOutcome]()
         try:
-            before = (yield from self._logprobs(policy, batch.samples)) if several else None
+            tokens = settings.micro_batch_tokens
+            before = (yield from self._logprobs(policy, batch.samples, tokens)) if several else None
             for work in works:
                 work.before = before
                 yield from self._gradients(work)
@@ -259,12 +261,12 @@ class Jobs:
 
     def logprobs(self, policy: Policy | None, samples: Sequence[Datum]) -> Parts[list[tuple[float, ...]]]:
         """Computes the logprobs of each sample's trained tokens."""
-        found = yield from self._logprobs(policy, samples)
+        found = yield from self._logprobs(policy, samples, self._config.micro_batch_tokens)
         return [found[id(sample)] for sample in samples]
 
-    def _logprobs(self, policy: Policy | None, samples: Sequence[Datum]) -> Parts[SampleLogprobs]:
+    def _logprobs(self, policy: Policy | None, samples: Sequence[Datum], max_tokens: int) -> Parts[SampleLogprobs]:
         found: dict[int, tuple[float, ...]] = {}
-        for batch in split_samples(samples, self._config.micro_batch_tokens):
+        for batch in split_samples(samples, max_tokens):
             state = None if policy is None else policy.state
             found |= of_samples(batch, (yield from self._forward(pack(batch), state)))
         return found

@@ -26,7 +26,7 @@ from weakref import WeakSet
 from mlx_parallm.config import ModelConfig, OptimizerConfig, ResolvedLoss, ResolvedTraining
 from mlx_parallm.errors import StepFailedError, TrainingFailedError
 from mlx_parallm.train.accumulation import Accumulation, Contribution
-from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
+from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome, UpdateSettings
 from mlx_parallm.train.forwards import TrainingForwards
 from mlx_parallm.train.jobs import Job, JobKind, Jobs, Parts
 from mlx_parallm.train.losses import UpdateTotals
@@ -164,15 +164,14 @@ class GRPOTrainer:
         return self._ask(JobKind.LOGPROBS, policy, lambda _: self._jobs.logprobs(policy, samples))
 
     def begin(self, policy: Policy, batch: UpdateBatch) -> Future[UpdateOutcome]:
-        """Accumulates a batch and makes a step, with its loss and the configured optimizer; or several steps, if so
-        many minibatches are configured. See `step` for the future."""
-        config, loss = self.config, batch.loss or self.config.loss
+        """Accumulates a batch and makes a step, with its loss and settings; or several steps, if so many minibatches
+        are configured. See `step` for the future."""
+        settings = batch.settings or UpdateSettings.of(self.config)
         works = [
-            Accumulation(policy, part, loss, config.micro_batch_tokens)
-            for part in minibatches(batch.samples, config.minibatches)
+            Accumulation(policy, part, batch.loss or settings.loss, settings.micro_batch_tokens)
+            for part in minibatches(batch.samples, settings.minibatches)
         ]
-        optimizer = config.optimizer.at(batch.learning_rate)
-        return self._ask(JobKind.UPDATE, policy, lambda job: self._jobs.update(job, batch, works, optimizer))
+        return self._ask(JobKind.UPDATE, policy, lambda job: self._jobs.update(job, batch, works, settings))
 
     def run(self, parts: Parts[T]) -> Future[T]:
         """Runs what belongs to no policy; micro-steps come between its parts. Its future is completed on the device

@@ -31,7 +31,7 @@ from mlx_parallm.rl.runs.records import (
     body_to_json,
     trajectory_to_json,
 )
-from mlx_parallm.rl.runs.store import TRAJECTORY, JournalFile, Statements
+from mlx_parallm.rl.runs.store import SETTINGS, TRAJECTORY, JournalFile, Statements
 from mlx_parallm.tasks import spawn
 
 T = TypeVar("T")
@@ -45,6 +45,7 @@ _FORGET = ("DELETE FROM intake WHERE trajectory_id = ?", "DELETE FROM ends WHERE
 _IN = "INSERT INTO intake (adapter, group_id, trajectory_id, kind, arrival, body) VALUES (?, ?, ?, ?, ?, ?)"
 _END = "INSERT OR IGNORE INTO ends (trajectory_id, state, reason, at) VALUES (?, ?, ?, ?)"
 _TRAINED = "INSERT OR REPLACE INTO about (name, value) VALUES ('trained', ?)"
+_SETTINGS = "INSERT OR IGNORE INTO about (name, value) VALUES (?, ?)"
 _CHANGE = "INSERT OR REPLACE INTO changes (adapter, number, at, kind, body) VALUES (?, ?, ?, ?, ?)"
 
 
@@ -108,6 +109,10 @@ class Journal:
     def started(self, change: PolicyChange) -> None:
         """Where training has started. It is written before a later change is."""
         self._submit(partial(_changed, change, {}), kept=True)
+
+    def configured(self, digest: str, settings: str) -> None:
+        """Keeps the settings that later updates name by this digest. They are written before a later change is."""
+        self._submit(lambda: [(_SETTINGS, [(f"{SETTINGS}{digest}", settings)])], kept=True)
 
     def trains(self, adapters: Sequence[str]) -> None:
         """Keeps which adapters are in training, besides the default one."""

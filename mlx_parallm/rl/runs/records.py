@@ -6,6 +6,7 @@ lacks it can be read.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,10 @@ from pydantic import TypeAdapter
 
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
+from mlx_parallm.train.data import UpdateSettings
+
+_DIGEST = 16
+"""Characters of a digest of settings."""
 
 # -- what comes in -------------------------------------------------------------------------------
 
@@ -162,6 +167,8 @@ class Update:
             or an older version wrote it.
         trend: of rewards when it began; see `RewardTrend.observed`. None: an older version wrote it.
         reduced: whether a compaction has removed its groups, so that it cannot be made again; see `compaction`.
+        settings: digest of the settings that it was made with, which the journal keeps; empty: an older version wrote
+            it.
     """
 
     groups: tuple[TrainedGroup, ...]
@@ -178,6 +185,7 @@ class Update:
     teacher_logprobs: tuple[tuple[float, ...], ...] | None = None
     trend: Mapping[str, float] | None = None
     reduced: bool = False
+    settings: str = ""
 
     @property
     def changed_policy(self) -> bool:
@@ -199,9 +207,18 @@ class PolicyChange:
     body: Start | Rollback | Update
 
 
+@dataclass(frozen=True, slots=True)
+class LearningSettings:
+    """The settings that a policy follows from, with the data of its updates. `seed`: of the factors of a new one."""
+
+    seed: int
+    update: UpdateSettings
+
+
 # -- JSON ----------------------------------------------------------------------------------------
 
 _TRAJECTORY = TypeAdapter(Trajectory)
+_SETTINGS = TypeAdapter(LearningSettings)
 _KINDS: Mapping[type, str] = {
     Arrival: "arrival",
     Feedback: "feedback",
@@ -224,6 +241,17 @@ def trajectory_to_json(trajectory: Trajectory) -> str:
 def trajectory_from_json(text: str) -> Trajectory:
     """Raises ValueError: it is not what `trajectory_to_json` wrote."""
     return _TRAJECTORY.validate_python(json.loads(text))
+
+
+def settings_to_json(settings: LearningSettings) -> tuple[str, str]:
+    """The digest of settings, by which updates name them, and their content."""
+    text = json.dumps(_SETTINGS.dump_python(settings, mode="json"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST], text
+
+
+def settings_from_json(text: str) -> LearningSettings:
+    """Raises ValueError: it is not what `settings_to_json` wrote."""
+    return _SETTINGS.validate_python(json.loads(text))
 
 
 def body_to_json(body: Arrival | GroupEntry | Start | Rollback | Update) -> tuple[str, str]:

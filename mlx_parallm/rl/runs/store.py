@@ -3,7 +3,7 @@
     intake    what came in, in order: trajectories, their rewards, groups that were closed
     ends      the trajectories that were trained on or dropped
     changes   of policies: updates, rollbacks, and where training started
-    about     the base model that all of it was sampled from, and which adapters are in training
+    about     the base model that all of it was sampled from, which adapters are in training, the settings of updates
 
 In WAL mode with synchronous=FULL, a commit returns when its rows are on the disk, and a crash at any moment leaves the
 rows of whole commits. SQLite treats a damaged frame as the end of the WAL, and a WAL that is gone as an empty one, so
@@ -27,13 +27,25 @@ from mlx_parallm import atomic
 from mlx_parallm.adapters.runs import COMMITS
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError, StorageError
-from mlx_parallm.rl.runs.records import Arrival, Fate, GroupEntry, PolicyChange, body_from_json, trajectory_from_json
+from mlx_parallm.rl.runs.records import (
+    Arrival,
+    Fate,
+    GroupEntry,
+    LearningSettings,
+    PolicyChange,
+    body_from_json,
+    settings_from_json,
+    trajectory_from_json,
+)
 
 SCHEMA = 1
 """Version of the tables, in the file's user_version."""
 
 TRAJECTORY = "trajectory"
 """The kind of the rows of `intake` that are trajectories. Other rows have the kind of their entry."""
+
+SETTINGS = "settings:"
+"""What the names of rows of `about` begin with that have the settings of updates. Their digest follows."""
 
 ERRORS = (sqlite3.Error, UnicodeError)
 """What SQLite raises. The second one: a message would quote damaged bytes, or an id is no text."""
@@ -427,6 +439,11 @@ class JournalFile:
         """The adapters that were in training last, besides the default one."""
         rows = self.rows("SELECT value FROM about WHERE name = 'trained'")
         return tuple(self._read(json.loads, rows[0][0])) if rows else ()
+
+    def settings(self) -> dict[str, LearningSettings]:
+        """The settings of updates, by digest."""
+        rows = self.rows("SELECT name, value FROM about WHERE name GLOB ?", f"{SETTINGS}*")
+        return {name.removeprefix(SETTINGS): self._read(settings_from_json, text) for name, text in rows}
 
     def newest_version(self, adapter: str) -> int:
         """The number of the newest version of an adapter that an update has published; 0 if there is none."""

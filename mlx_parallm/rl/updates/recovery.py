@@ -15,11 +15,22 @@ from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup
-from mlx_parallm.rl.runs.records import CHANGED, PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
+from mlx_parallm.rl.runs.records import (
+    CHANGED,
+    LearningSettings,
+    PolicyChange,
+    Rollback,
+    Start,
+    TrainedEpisode,
+    TrainedGroup,
+    Update,
+    settings_to_json,
+)
 from mlx_parallm.rl.runs.replay import plan
 from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.rl.trajectories import DropReason, Episode
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
+from mlx_parallm.train.data import UpdateSettings
 
 _LINEAGE = 100
 """Versions of a lineage that are kept. Trajectories of older ones are too stale to be trained on."""
@@ -39,6 +50,9 @@ class PolicyJournal:
         self._journal = training.journal
         self._last: int | None = None  # number of the last change; None before `open`
         self._start: PolicyChange | None = None  # written before the next change
+        self._settings, self._unwritten_settings = settings_to_json(
+            LearningSettings(config.seed, UpdateSettings.of(config))
+        )
 
     async def flush(self) -> None:
         """See `Journal.flush`."""
@@ -46,6 +60,9 @@ class PolicyJournal:
 
     def begin(self) -> None:
         """Call this before a checkpoint is saved, which may be before the first change."""
+        if self._unwritten_settings:
+            self._journal.configured(self._settings, self._unwritten_settings)
+            self._unwritten_settings = ""
         if self._start is not None:
             self._journal.started(self._start)
             self._start = None
@@ -88,6 +105,7 @@ class PolicyJournal:
                 teacher_logprobs=update.teacher_logprobs if changed else None,
                 trend=update.history.trend.observed(),
                 all_progress=True,
+                settings=self._settings,
             ),
             dropped,
         )

@@ -293,6 +293,7 @@ def _given(
         mask=mask,
         advantages=tuple(advantages),
         episode_id=body.episode_id,
+        owner=services.key.name,
     )
 
 
