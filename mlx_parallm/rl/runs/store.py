@@ -412,6 +412,10 @@ class JournalFile:
             groups.setdefault(group_id, []).append(self._read(trajectory_from_json, body))
         return tuple(map(tuple, groups.values()))
 
+    def changes(self, adapter: str) -> tuple[PolicyChange, ...]:
+        """All changes of an adapter that are here, in order."""
+        return tuple(map(self._change, self.rows(f"{_CHANGES} WHERE adapter = ? ORDER BY number", adapter)))
+
     def changes_since(self, adapter: str, number: int) -> tuple[PolicyChange, ...]:
         """What a start from the change of this number needs, in order: the changes after it or, if the policy was
         replaced since then, from the last time on; and up to 1,000 before these."""
