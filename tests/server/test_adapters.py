@@ -230,3 +230,32 @@ async def test_models_are_the_base_and_every_live_adapter(client, adapters, math
     assert (await client.get("/v1/models/math@2")).json() == listed
     older = (await client.get("/v1/models/math@1")).json()
     assert (older["id"], older["version"]) == ("math@1", 1)
+
+
+VERSIONED = {
+    COMPLETIONS: {"prompt": "x"},
+    CHAT: {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4},
+    "/api/chat": {"messages": [{"role": "user", "content": "x"}]},
+    "/api/generate": {"prompt": "x"},
+    "/generate": {"input_ids": [1]},
+}
+"""A body for each route that generates."""
+
+
+@both_ways
+@pytest.mark.parametrize("path", VERSIONED)
+async def test_every_answer_names_the_version_that_served_it(client, adapters, math, path, stream):
+    way = {} if path == "/generate" else {"stream": stream}  # which has no streams
+    response = await client.post(path, json={**VERSIONED[path], "model": "math", **way})
+    assert response.status_code == 200, response.text
+    assert response.headers["x-lora-adapter"] == "math@2"
+    assert '"lora_adapter":"math@2"' in response.text.replace(": ", ":")
+
+
+@pytest.mark.parametrize("body", [{"prompt": {"prompt_token_ids": [1]}}, {"input_ids": [1]}, {"prompts": ["x"]}])
+async def test_every_form_of_generate_names_its_version(client, math, body):
+    named = await client.post("/generate", json={**body, "model": "math@1"})
+    assert '"lora_adapter":"math@1"' in named.text
+    assert "lora_adapter" not in (await client.post("/generate", json=body)).text

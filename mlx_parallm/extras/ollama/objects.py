@@ -53,6 +53,8 @@ class Stamped(WireOutput):
 
     model: str
     """The served model, or the adapter's name."""
+    lora_adapter: str | None = None
+    """The adapter version that served the request."""
     created_at: str
     """The time, in UTC."""
 

@@ -121,7 +121,7 @@ class OllamaWriter(AnswerWriter):
         return {"logprobs": chat_logprobs(self.tokenizer, tokens, top).content}
 
     def _stamp(self) -> dict[str, Any]:
-        return {"model": served_by(self.request)["model"], "created_at": timestamp(time.time())}
+        return {**served_by(self.request), "created_at": timestamp(time.time())}
 
 
 class OllamaChatWriter(OllamaWriter):

@@ -299,7 +299,12 @@ def served_by(request: GenerationRequest) -> dict[str, Any]:
     """The answer's fields that name the base model, or the adapter that served the request."""
     if request.adapter == BASE_ADAPTER:
         return {"model": request.base}
-    return {"model": request.adapter.name, "lora_adapter": str(request.adapter)}
+    return {"model": request.adapter.name, **version_of(request)}
+
+
+def version_of(request: GenerationRequest) -> dict[str, Any]:
+    """The answer's field that names the version which served the request; none for the base model."""
+    return {} if request.adapter == BASE_ADAPTER else {"lora_adapter": str(request.adapter)}
 
 
 def collected_fields(request: GenerationRequest, finished: RequestFinished) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from mlx_parallm.server.api.answer import (
     collected_fields,
     ending,
     repetition_fields,
+    version_of,
     whole_answer,
 )
 from mlx_parallm.server.api.bodies import (
@@ -215,6 +216,8 @@ class VLLMAnswer(WireOutput):
     """One id for each answer, with `collect_trajectory`."""
     trajectory_warning: str | None = None
     """Why the trajectories will not be used for training."""
+    lora_adapter: str | None = None
+    """The adapter version that served the request."""
 
 
 def vllm_completion(body: GenerateBody) -> dict[str, Any]:
@@ -227,7 +230,7 @@ class VLLMWriter(WholeWriter):
 
     def _answer(self, whole: WholeAnswer) -> VLLMAnswer:
         prompt = self.request.prompts[0]
-        fields: dict[str, Any] = collected_fields(self.request, whole.finished)
+        fields = {**version_of(self.request), **collected_fields(self.request, whole.finished)}
         if self.sent.logprobs is not None:
             top = self.sent.logprobs
             fields["logprobs"] = [[[_by_id(token, top)] for token in choice.logprobs] for choice in whole.choices]
@@ -278,6 +281,8 @@ class SGLangMeta(WireOutput):
     """With `collect_trajectory`."""
     trajectory_warning: str | None = None
     """Why the trajectory will not be used for training."""
+    lora_adapter: str | None = None
+    """The adapter version that served the request."""
 
 
 class SGLangAnswer(WireOutput):
@@ -309,7 +314,7 @@ class SGLangWriter(WholeWriter):
     """Writes an `SGLangAnswer`, or a list of them if there are several answers."""
 
     def _answer(self, whole: WholeAnswer) -> WireOutput:
-        collected = collected_fields(self.request, whole.finished)
+        collected = {**version_of(self.request), **collected_fields(self.request, whole.finished)}
         ids = collected.pop("trajectory_ids", [None] * len(whole.choices))
         answers = [
             self._one(whole, choice, collected if each is None else {**collected, "trajectory_id": each})
@@ -354,6 +359,8 @@ class TRLAnswer(WireOutput):
     """One id for each answer, with `collect_trajectory`."""
     trajectory_warning: str | None = None
     """Why the trajectories will not be used for training."""
+    lora_adapter: str | None = None
+    """The adapter version that served the request."""
 
 
 def trl_completion(body: GenerateBody) -> dict[str, Any]:
@@ -369,6 +376,7 @@ class TRLWriter(WholeWriter):
             prompt_ids=[list(prompt) for prompt in self.request.prompts],
             completion_ids=[list(choice.token_ids) for choice in whole.choices],
             logprobs=[[finite(token.logprob) for token in choice.logprobs] for choice in whole.choices],
+            **version_of(self.request),
             **collected_fields(self.request, whole.finished),
         )
 
