@@ -32,6 +32,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "people": {"routes": "route", "install": "service:install"},
     "competition": {"routes": "route", "install": "service:install", "metrics": "metric_table:metrics"},
     "averages": {"routes": "route", "serve": "service:serve"},
+    "why": {"routes": "route", "serve": "service:serve"},
     "reward_models": {"routes": "route", "serve": "trainer:serve"},
     "lessons": {
         **{"routes": "route", "install": "record:install", "serve": "service:serve"},

@@ -328,29 +328,31 @@ def _batch(
     groups: Sequence[ScoredGroup], advantages: Sequence[Advantages], loss: ResolvedLoss, wanted: int | None
 ) -> UpdateBatch:
     """The batch of these groups with these advantages. `wanted`: see `PreparedUpdate`."""
-    data = _data(groups, advantages, loss)
+    data = tuple(datum for _, _, of_episode in episode_data(groups, advantages, loss) for datum in of_episode)
     if loss.kind is LossKind.SFT:
         return UpdateBatch(data, _metrics(list(map(_imitated_only, groups, advantages))))
     new = [group for group in groups if not group.remembered]
     return UpdateBatch(data, _reward_metrics(new) | _metrics(new), _step_scale(groups, advantages, wanted))
 
 
-def _data(groups: Sequence[ScoredGroup], advantages: Sequence[Advantages], loss: ResolvedLoss) -> tuple[Datum, ...]:
-    """The data of the groups that are not dropped. Of an answer of a pair, only the longest one."""
-    made: list[Datum] = []
+def episode_data(
+    groups: Sequence[ScoredGroup], advantages: Sequence[Advantages], loss: ResolvedLoss
+) -> Iterator[tuple[int, int, Sequence[Datum]]]:
+    """The data of an update, in order: for each episode that it learns from, the number of its group, its place in that
+    group, and its data. Of an answer of a pair, only the longest one."""
     in_pairs, omits_zeros = loss.kind is LossKind.PAIRWISE, loss.kind in (LossKind.SFT, LossKind.PAIRWISE)
     for number, (group, computed) in enumerate(zip(groups, advantages, strict=True)):
         if isinstance(computed, DropReason):
             continue
         of_tokens = token_advantages(group.episodes, computed.values, computed.divisor)
-        for episode, value, of_turns in zip(group.episodes, computed.values, of_tokens, strict=True):
+        episodes = zip(group.episodes, computed.values, of_tokens, strict=True)
+        for place, (episode, value, of_turns) in enumerate(episodes):
             if omits_zeros and not value:
                 continue
             data = list(data_of(episode, of_turns, number, group.on_policy, loss.mask_truncated and not in_pairs))
             if data and in_pairs:
                 data = [replace(max(data, key=lambda datum: len(datum.token_ids)), share=1.0)]
-            made += [replace(datum, sampling_logprobs=()) for datum in data] if group.remembered else data
-    return tuple(made)
+            yield number, place, [replace(datum, sampling_logprobs=()) for datum in data] if group.remembered else data
 
 
 def _step_scale(groups: Sequence[ScoredGroup], advantages: Sequence[Advantages], wanted: int | None) -> float:

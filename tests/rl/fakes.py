@@ -120,6 +120,12 @@ class FakePublisher:
     def live(self, name: str) -> AdapterRef | None:
         return self.names.get(name)
 
+    def find(self, selector: str) -> AdapterRef:
+        for ref in self.versions:
+            if selector == str(ref):
+                return ref
+        raise UnknownModelError(f"no adapter {selector!r}")
+
     def publish_trained(
         self,
         name: str,

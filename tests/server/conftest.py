@@ -8,7 +8,15 @@ from types import SimpleNamespace
 import httpx
 import pytest
 from server.asking import client_of
-from server.fake_control import FakeAdapters, FakeAverages, FakeCompetition, FakeLessons, FakeRewardModels, FakeTraining
+from server.fake_control import (
+    FakeAdapters,
+    FakeAverages,
+    FakeCompetition,
+    FakeLessons,
+    FakeRewardModels,
+    FakeTraining,
+    FakeWhy,
+)
 from server.fakes import CARD, ByteTokenizer, FakeEngine, ThinkingTokenizer
 from server.one_model import OneModel
 
@@ -86,7 +94,7 @@ def make_client(engine, adapters, training, averages, reward_models, lessons, co
         model, config = OneModel(tokenizer or ByteTokenizer(), card), ServerConfig(**settings)
         if training is not None:
             training.extras = {"averages": averages, "reward_models": reward_models, "lessons": lessons}
-            training.extras |= {"competition": competition, "people": training}
+            training.extras |= {"competition": competition, "people": training, "why": FakeWhy()}
             if atropos is not None:
                 training.extras["atropos"] = AtroposParts.of(atropos, training, training, card)
         return client_of(create_app(Backend(engine, adapters, model, config, training)))

@@ -19,6 +19,7 @@ from mlx_parallm.extras.lessons.cards import LessonCard, LessonOutcome, LessonPr
 from mlx_parallm.extras.people.service import EditCard, FoundTrajectory, SignalReport
 from mlx_parallm.extras.reward_models.cards import RewardModelCard
 from mlx_parallm.extras.reward_models.folder import no_reward_model
+from mlx_parallm.extras.why.cards import WhyVersion
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.sources import SourceReport
@@ -248,6 +249,15 @@ class FakeAverages(Asked):
         self.note(spec)
         members = [AdapterRef(name, 1) for name in spec.adapters]
         return AverageCard("held", "too low", None, members, 8, 16, 0.25, "model.layers.0.mlp.up_proj", 0.5, None, None)
+
+
+class FakeWhy(Asked):
+    """Knows of one version of each adapter, which no update has made. `asked`: the arguments without the reader."""
+
+    async def version(self, version, number, limit, reader):
+        name = reader.named(None if version is None else version.partition("@")[0], "policy")
+        self.note((version, number, limit))
+        return WhyVersion(version or name, "0123", "", (), (), 0, 0, (), {}, ())
 
 
 class FakeRewardModels(Asked):

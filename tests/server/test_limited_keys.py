@@ -305,6 +305,7 @@ CHANGES = {
     "training rollback": ("POST", "/v1/training/rollback", {"lora_adapter": "{}"}),
     "status": ("GET", "/v1/training/status?lora_adapter={}", None),
     "history": ("GET", "/v1/training/history?lora_adapter={}", None),
+    "why": ("GET", "/v1/training/why?version={}", None),
     "report": ("GET", "/v1/training/report?lora_adapter={}", None),
     "compare": ("POST", "/v1/training/compare", {"lora_adapter": "{}", "candidate": "x"}),
     "compare with": ("POST", "/v1/training/compare", {"lora_adapter": "acme-1", "candidate": "{}@1"}),

@@ -449,6 +449,10 @@ class JournalFile:
         rows = self.rows("SELECT name, value FROM about WHERE name GLOB ?", f"{SETTINGS}*")
         return {name.removeprefix(SETTINGS): self._read(settings_from_json, text) for name, text in rows}
 
+    def base_model(self) -> str:
+        """The fingerprint of the base model; empty if there is no file yet."""
+        return str(dict(self.rows("SELECT name, value FROM about WHERE name = 'model'")).get("model", ""))
+
     def newest_version(self, adapter: str) -> int:
         """The number of the newest version of an adapter that an update has published; 0 if there is none."""
         ((version, _),) = self.rows(_NEWEST_VERSION, adapter) or [(0, 0)]

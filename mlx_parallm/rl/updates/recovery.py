@@ -184,7 +184,7 @@ class PolicyJournal:
         assert isinstance(update, Update)
         known = await self._journal.read(lambda file: file.trajectories(update.trajectory_ids)) or {}
         try:
-            groups = [_scored(group, known) for group in update.groups]
+            groups = [scored_group(group, known) for group in update.groups]
             self._observe(update, groups)
             made = training.prepare(groups, update.wanted, update.publish, update.explores)
             made.batch = replace(made.batch, learning_rate=update.learning_rate)
@@ -243,7 +243,7 @@ def _trained_episode(episode: Episode) -> TrainedEpisode:
     return TrainedEpisode(ids, tuple(episode.token_rewards), given)
 
 
-def _scored(group: TrainedGroup, known: Mapping[str, Trajectory]) -> ScoredGroup:
+def scored_group(group: TrainedGroup, known: Mapping[str, Trajectory]) -> ScoredGroup:
     """Raises KeyError: the journal lacks one of its trajectories."""
     episodes = tuple(
         Episode(episode.given or tuple(known[one] for one in episode.trajectory_ids), episode.token_rewards)
