@@ -92,6 +92,7 @@ def _status_text(base: str, answer: Mapping[str, Any]) -> str:
         "dropped": _counts(answer["drops"]),
         "skipped": _counts(answer["skips"]),
         "divergences": ", ".join(each["signal"] for each in answer["divergences"]) or "none",
+        "keys": _keys(answer["metrics"]),
         "advice": answer["advice"],
     }
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items() if text)
@@ -101,6 +102,13 @@ def _update_text(answer: Mapping[str, Any]) -> str:
     reason = f" ({answer['reason']})" if answer["reason"] else ""
     saved = f", saved as {answer['checkpoint']}" if answer["checkpoint"] else ""
     return f"{answer['status']}{reason}: {answer['lora_adapter'] or 'no version'} at step {answer['step']}{saved}"
+
+
+def _keys(metrics: Mapping[str, float]) -> str:
+    """Whose data the last update has learnt from; empty if that of no key."""
+    if "keys" not in metrics:
+        return ""
+    return f"{metrics['keys']:.0f} in the last update, {metrics['largest_key_share']:.0%} of it from one"
 
 
 def _counts(counts: Mapping[str, int]) -> str:

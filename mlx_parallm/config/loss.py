@@ -131,6 +131,11 @@ class LossConfig(Section):
     kto, a trajectory that is compared with no other one is desirable if its reward is above this value.
     """
 
+    max_share_per_key: Annotated[Number, Flag("--max-share-per-key", "SHARE")] = Field(default=1.0, gt=0, le=1)
+    """The data of one API key move the adapter by at most this part of a whole step in each update. What a key has
+    beyond that is cut, and goes to no other key. 1 means no limit. Answers to tasks of the server's own have no limit.
+    """
+
     def resolved(self, algorithm: Algorithm, float32: bool, max_completion_tokens: int) -> ResolvedLoss:
         """These settings with values in place of null and auto; see `RLTrainingConfig.resolved`."""
         automatic = OldLogprobs.SAMPLER if float32 else OldLogprobs.TRAINER

@@ -224,10 +224,10 @@ class TrajectoryBuffer:
             self.drop(group, reason)
 
     def drop_own(self, adapter: str, prefix: str, reason: DropReason) -> None:
-        """Drops the groups of an adapter that the server has sampled itself, whose ids begin with `prefix`, unless an
-        update has taken them."""
+        """Drops the groups of an adapter whose ids the server has made and which begin with `prefix`, unless an update
+        has taken them."""
         for group in [*self.of(adapter)]:
-            if group.group_id.startswith(prefix) and not group.owner and not group.taken:
+            if group.group_id.startswith(prefix) and not group.named and not group.taken:
                 self.drop(group, reason)
 
     def sweep(self, adapter: str, reason_against: Callable[[AdapterRef], DropReason | None]) -> None:

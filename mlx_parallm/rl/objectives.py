@@ -86,6 +86,12 @@ class ScoredGroup:
         return None if reason is DropReason.ZERO_VARIANCE and token_deviation(self.episodes) else reason
 
     @property
+    def owner(self) -> str | None:
+        """Who sent it; see `Trajectory.owner`. None: that is not known, or several keys did."""
+        owners = {turn.owner for episode in self.episodes for turn in episode.turns}
+        return owners.pop() if len(owners) == 1 else None
+
+    @property
     def has_advantages(self) -> bool:
         """Whether a client gave the advantages of all its tokens."""
         return all(episode.has_advantages for episode in self.episodes)
@@ -111,6 +117,7 @@ class PreparedUpdate:
         publish: whether a version is made of it.
         explores: whether it looks for a way out of a plateau.
         teacher_logprobs: None: the loss reads none, or the teacher was not asked yet.
+        kept_shares: the part of a whole step that each owner has, as `rl.shares` limits it; set before it is learnt.
     """
 
     groups: Sequence[ScoredGroup]
@@ -121,6 +128,7 @@ class PreparedUpdate:
     publish: bool = True
     explores: bool = False
     teacher_logprobs: TeacherLogprobs | None = None
+    kept_shares: Mapping[str | None, float] = field(default_factory=dict)
 
     @property
     def signal(self) -> Signal:

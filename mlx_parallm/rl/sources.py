@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import fsum
+from typing import Literal
 
 from mlx_parallm.core.json_values import ANSWER
+from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.rl.trajectories import GroupMember, TrajectoryGroup, TrajectoryState
 
@@ -61,6 +64,26 @@ class SourceReport:
     """The same of the evaluations."""
 
 
+Whose = Literal["key", "server", "others", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """What was learnt from the data of one API key, or of several."""
+
+    __pydantic_config__ = ANSWER
+
+    whose: Whose
+    """`key`: it is named. `server`: answers that the server has sampled for tasks of its own. `others`: all other keys
+    together, and what is of no known key. `unknown`: what is of no known key."""
+    key: str | None
+    """The name of the key."""
+    steps: float
+    """How far it has moved the adapter, in whole steps."""
+    share: float
+    """Its part of all that the adapter has learnt, 0 to 1."""
+
+
 @dataclass(slots=True)
 class _Attribution:
     """Ascribes the changes of a figure to the sources of the updates between two measurements."""
@@ -89,6 +112,7 @@ class _Learnt:
     dropped: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     updates: Counter[str] = field(default_factory=Counter)
     gradients: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    steps: defaultdict[str | None, float] = field(default_factory=lambda: defaultdict(float))
     rewards: _Attribution = field(default_factory=_Attribution)
     evaluations: _Attribution = field(default_factory=_Attribution)
     opinions: int = 0
@@ -133,6 +157,13 @@ class SourceLedger:
         learnt.rewards.learnt(sources)
         learnt.evaluations.learnt(sources)
 
+    def learnt(self, adapter: str, shares: Mapping[str | None, float], metrics: Mapping[str, float]) -> None:
+        """An update has changed the policy. `shares`: the parts that the owners have had in it; see `rl.shares`."""
+        total = fsum(shares.values())
+        for owner, share in shares.items():
+            if share:
+                self._of[adapter].steps[owner] += metrics.get("step_scale", 1.0) * share / total
+
     def evaluated(self, adapter: str, mean: float) -> None:
         self._of[adapter].evaluations.measured(mean)
 
@@ -140,6 +171,16 @@ class SourceLedger:
         """The scores that were taken, and the different users."""
         learnt = self._of[adapter]
         return learnt.opinions, len(learnt.people)
+
+    def keys(self, adapter: str, reader: Reader) -> tuple[KeyReport, ...]:
+        """What was learnt from each owner, most first. Those whose data the reader may not read are one entry."""
+        steps = self._of[adapter].steps
+        total = fsum(steps.values())
+        shown = sorted((each for each in steps if reader.may_read(each)), key=lambda each: -steps[each])
+        entries: list[tuple[Whose, str | None, float]] = [(*_whose(each), steps[each]) for each in shown]
+        if hidden := [value for owner, value in steps.items() if not reader.may_read(owner)]:
+            entries.append(("others", None, fsum(hidden)))
+        return tuple(KeyReport(whose, key, value, value / total if total else 0.0) for whose, key, value in entries)
 
     def report(self, adapter: str, waiting: Iterable[TrajectoryGroup]) -> tuple[SourceReport, ...]:
         """One entry for each source of which something came. `waiting`: the adapter's groups in the buffer."""
@@ -161,3 +202,10 @@ class SourceLedger:
             )
             for name in names
         )
+
+
+def _whose(owner: str | None) -> tuple[Whose, str | None]:
+    """What `KeyReport` says of an owner; see `Trajectory.owner`."""
+    if owner is None:
+        return "unknown", None
+    return ("key", owner) if owner else ("server", None)

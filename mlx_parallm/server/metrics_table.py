@@ -424,6 +424,11 @@ TRAINING: Table[TrainingStatus] = Table(
     Gauge("rl_ratio", "Mean policy ratio, last update.", _updated("ratio_mean")),
     Gauge("rl_ratio_max", "Largest policy ratio of a token, last update.", _updated("ratio_max")),
     Gauge("rl_staleness", "Mean staleness in versions, last update.", _updated("staleness")),
+    Gauge(
+        "rl_largest_key_share",
+        "Largest share of one API key in the last update, before its limit.",
+        _updated("largest_key_share"),
+    ),
     Gauge("rl_evaluation_mean", "Mean reward on the held-out tasks, last evaluation.", _evaluated("mean")),
     Gauge("rl_evaluation_low", "Lower bound of its 95 % confidence interval.", _evaluated("low")),
     Gauge("rl_evaluation_high", "Upper bound of its 95 % confidence interval.", _evaluated("high")),

@@ -57,6 +57,7 @@ class Datum:
             computes those of the base model where the loss reads them.
         sampled: the sampled tokens, in order. Trained tokens outside of these spans have temperature 1.
         share: the part of its episode, by weight; the data that one episode is split into add up to 1.
+        loss_scale: its loss is multiplied by this, but not its KL divergence from the base model and its entropy.
         targets: the token whose logprob is learnt at each position, in place of the token that the sequence has there.
             Empty: the tokens themselves.
         group: data with the same number are compared with each other.
@@ -77,6 +78,7 @@ class Datum:
     on_policy: bool = True
     targets: tuple[int, ...] = ()
     share: float = 1.0
+    loss_scale: float = 1.0
 
     def __post_init__(self) -> None:
         tokens = len(self.token_ids)

@@ -208,6 +208,7 @@ def _token_batch(each: MicroStepInput, scores: Scores, reference: mx.array | Non
         weights=batch.weights,
         advantages=batch.advantages,
         shares=batch.shares,
+        loss_scales=batch.loss_scales,
         groups=batch.groups,
         teacher_logp=batch.teacher_logprobs,
         kl_estimate=each.kl_estimate,

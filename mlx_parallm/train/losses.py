@@ -13,7 +13,8 @@ w = min(π_old / μ, mismatch_cap) and the advantage A of the token, the loss of
     kto                         λ (1 - σ(±β (Σ log(π_θ / π_base) - z0))), over the tokens of an answer
     cross_entropy               -log π_θ
 
-plus kl_coef · k3 - entropy_coef · H. k3 estimates the KL divergence from the base model, and H is the entropy.
+times the `loss_scale` of its sample, plus kl_coef · k3 - entropy_coef · H. k3 estimates the KL divergence from the base
+model, and H is the entropy.
 
 A token's loss is multiplied by its weight. A reduction gives the factor of each sequence's sum of these; the products
 add up to the loss of the update. The factors depend on totals of the whole update. So the sum over its micro-batches
@@ -48,7 +49,8 @@ class TokenBatch:
     `teacher_logp`: of the policy that distillation imitates. `kl_estimate`: kto's z0.
     `weights`: above 0 on trained tokens, 0 on padding, where the other arrays may hold anything, even NaN. All these
     are fp32 [B, C]. Only `logp` and `entropy` get gradients. `groups`: 1 where a row belongs to a group, fp32 [G, B].
-    `shares`: the part of its episode that each row is, fp32 [B].
+    `shares`: the part of its episode that each row is, fp32 [B]. `loss_scales`: what the loss of each row is multiplied
+    by, without its KL divergence and entropy, fp32 [B].
     """
 
     logp: mx.array
@@ -57,6 +59,7 @@ class TokenBatch:
     weights: mx.array
     advantages: mx.array
     shares: mx.array
+    loss_scales: mx.array
     ref_logp: mx.array | None = None
     entropy: mx.array | None = None
     groups: mx.array | None = None
@@ -132,6 +135,7 @@ def loss(batch: TokenBatch, totals: UpdateTotals, config: ResolvedLoss) -> tuple
     batch = batch.trained_only()
     mask = batch.mask
     per_token, own = objective(batch, config)
+    per_token = per_token * batch.loss_scales[:, None]
     figures = {"clip_fraction": mx.zeros(1), "dual_clip_fraction": mx.zeros(1)} | own
     figures.setdefault("ratio_mean", _ratio(batch.logp - batch.old_logp))
     figures["mismatch_kl"] = k3(batch.sampling_logp, batch.old_logp)

@@ -140,7 +140,7 @@ class MicroBatch:
     weights: fp32 [B, C], 0 on padding.  advantages: fp32 [B, C].
     sampling_logprobs: fp32 [B, C].  known: bool [B, 1], whether the row has sampling logprobs.
     on_policy: bool [B, 1].
-    shares: fp32 [B], see `TokenBatch`.
+    shares, loss_scales: fp32 [B], see `TokenBatch`.
     groups: fp32 [G, B], 1 where a row belongs to a group.
     teacher_logprobs, reference_logprobs: fp32 [B, C]; None if a sample has none.
     old_logprobs: fp32 [B, C], of the policy before the first step of the update; None: it is before its first step.
@@ -158,6 +158,7 @@ class MicroBatch:
     known: mx.array
     on_policy: mx.array
     shares: mx.array
+    loss_scales: mx.array
     groups: mx.array
     teacher_logprobs: mx.array | None
     reference_logprobs: mx.array | None
@@ -261,6 +262,7 @@ def pack(batch: SampleBatch, old_logprobs: Sequence[Sequence[float]] | None = No
         known=mx.array([[bool(s.sampling_logprobs)] for s in samples]),
         on_policy=mx.array([[s.on_policy] for s in samples]),
         shares=mx.array([s.share for s in samples], mx.float32),
+        loss_scales=mx.array([s.loss_scale for s in samples], mx.float32),
         teacher_logprobs=if_given([s.teacher_logprobs for s in samples]),
         reference_logprobs=if_given([s.reference_logprobs for s in samples]),
         old_logprobs=None if old_logprobs is None else _table([np.array(each) for each in old_logprobs], np.float32),

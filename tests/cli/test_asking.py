@@ -69,6 +69,7 @@ STATUS = {
     "lora_adapter": "default",
     "state": "running",
     "pause_reason": None,
+    "metrics": {},
     "live_lora": "default@3",
     "best_lora": "default@2",
     "updates_total": 3,
@@ -157,6 +158,11 @@ PRINTED = {
     "no adapters": (
         *(["adapters", "list"], {}),
         ["no adapters", "", "route  base 100 %", "slots  0 of 8 used, 0 pinned, bank 2.0 MiB"],
+    ),
+    "training by keys": (
+        *(["training", "status"],),
+        {"/v1/training/status": STATUS | {"metrics": {"keys": 2.0, "largest_key_share": 0.8}}},
+        ["keys        2 in the last update, 80% of it from one"],
     ),
     "training": (
         *(["training", "status"],),

@@ -91,7 +91,7 @@ def test_an_episode_counts_once_however_it_broke_into_samples(algorithm: Algorit
         assert sum(sample.share for sample in samples) == 2
         weights = pad([[sample.loss_weights[at] for at in sample.trained()] for sample in samples])
         shares = mx.array([sample.share for sample in samples])
-        batch = TokenBatch(weights, weights, weights, weights, weights, shares)
+        batch = TokenBatch(weights, weights, weights, weights, weights, shares, mx.ones_like(shares))
         _, reduction = LOSSES[algorithm]
         by_row = mx.broadcast_to(reduction(batch, UpdateTotals.of(samples), config), (len(samples),)).tolist()
         if reduction is sequence_mean:

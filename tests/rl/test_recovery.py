@@ -84,7 +84,9 @@ class Adding(FakeLearner):
         value = self.policies[name][0]
         outcome = await super()._learnt(name, batch)
         if not outcome.skipped:
-            told = sum(sum(sample.advantages) * sum(sample.token_ids) for sample in batch.samples)
+            told = batch.step_scale * sum(
+                sample.loss_scale * sum(sample.advantages) * sum(sample.token_ids) for sample in batch.samples
+            )
             taught = batch.step_scale * sum(sum(sample.teacher_logprobs) for sample in batch.samples)
             self.policies[name] = (value / 2 + 1 + (told + taught) / 1000, outcome.step)
         return outcome

@@ -22,7 +22,7 @@ from mlx_parallm.extras.reward_models.folder import no_reward_model
 from mlx_parallm.extras.why.cards import WhyVersion
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.reading import GroupReader
-from mlx_parallm.rl.sources import SourceReport
+from mlx_parallm.rl.sources import SourceLedger, SourceReport
 from mlx_parallm.rl.status import TrainingHistory, TrainingStatus, UpdateReport
 
 COMPARISON = ComparisonCard(
@@ -401,7 +401,9 @@ class FakeTraining(Working):
 
     def signal_report(self, adapter, reader):
         source = SourceReport("feedback", 3, 1, 1, {"stale": 1}, 1, 1.0, 0.25)
-        return SignalReport(self.status(adapter, reader=reader).adapter, 4, 2, (source,))
+        ledger = SourceLedger()
+        ledger.learnt("policy", {"ann": 0.5, reader.name: 0.25, "": 0.25}, {"step_scale": 1.0})
+        return SignalReport(self.status(adapter, reader=reader).adapter, 4, 2, (source,), ledger.keys("policy", reader))
 
     async def reward_tokens(self, trajectory_id, rewards, reader):
         self.calls.append(("reward_tokens", trajectory_id, list(rewards)))

@@ -514,6 +514,14 @@ async def test_lists_have_only_what_the_key_sees(server, path):
         assert "globex" in every.text
 
 
+async def test_the_report_of_what_was_learnt_names_no_other_key(server):
+    whole, seen = [(await server.ask(key, "GET", "/v1/training/report")).json()["keys"] for key in ("boss", "free")]
+    assert [(each["whose"], each["key"]) for each in whole] == [("key", "ann"), ("key", "boss"), ("server", None)]
+    assert [(each["whose"], each["key"], each["share"]) for each in seen] == [
+        *(("key", "free", 0.25), ("server", None, 0.25), ("others", None, 0.5)),
+    ]
+
+
 async def test_a_lesson_for_another_adapter_is_neither_shown_nor_stopped(server):
     await server.ask("boss", "POST", "/v1/training/lesson", {"prompts": ["x"], "reward": {"word": "y"}})
     assert (await server.ask("acme", "GET", "/v1/training/lesson")).json()["lesson"] is None

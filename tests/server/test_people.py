@@ -121,6 +121,11 @@ async def test_the_report_has_every_source(client):
                 **{"updates": 1, "gradient_share": 1.0, "reward_change": 0.25, "evaluation_change": None},
             }
         ],
+        "keys": [
+            {"whose": "key", "key": "ann", "steps": 0.5, "share": 0.5},
+            {"whose": "key", "key": "anyone", "steps": 0.25, "share": 0.25},
+            {"whose": "server", "key": None, "steps": 0.25, "share": 0.25},
+        ],
     }
     assert (await client.get(REPORT, params={"lora_adapter": "nobody"})).status_code == 404
 

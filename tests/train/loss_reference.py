@@ -26,6 +26,7 @@ class Row:
     group: int
     token_weights: np.ndarray | None = None
     share: float = 1.0
+    loss_scale: float = 1.0
 
     @property
     def advantages(self) -> np.ndarray:
@@ -79,7 +80,7 @@ def reference_loss(rows: Sequence[Row], settings: ResolvedLoss, frozen: Sequence
     total = 0.0
     for each, still in zip(rows, frozen or rows, strict=True):
         values = [
-            _policy(each, still, t, settings)
+            each.loss_scale * _policy(each, still, t, settings)
             + settings.kl_coef * _k3(each.ref[t] - each.logp[t])
             - settings.entropy_coef * each.entropy[t]
             for t in range(len(each.logp))
@@ -192,6 +193,7 @@ def token_batch(rows: Sequence[Row], padding: Padding = Padding()) -> TokenBatch
         weights=padded([r.weights for r in rows], 0.0),
         advantages=padded([r.advantages for r in rows], padding.fill),
         shares=mx.array([r.share for r in rows], mx.float32),
+        loss_scales=mx.array([r.loss_scale for r in rows], mx.float32),
         ref_logp=padded([r.ref for r in rows], padding.fill),
         entropy=padded([r.entropy for r in rows], padding.fill),
     )

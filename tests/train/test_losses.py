@@ -95,6 +95,13 @@ def test_each_token_has_its_own_advantage_and_weight(algorithm):
     check_against_the_reference(rows, settings)
 
 
+@pytest.mark.parametrize("algorithm", SINGLE)
+def test_the_scale_of_a_sample_is_that_of_its_loss_without_divergence_and_entropy(algorithm):
+    scales = (0.25, 1.0, 2.0, 0.5, 1.0, 1.5, 0.75)
+    rows = [replace(each, loss_scale=scale) for each, scale in zip(uneven_rows(), scales, strict=True)]
+    check_against_the_reference(rows, changed(SETTINGS, algorithm=algorithm))
+
+
 WEIGHED = {"token_weights": np.array([1.0, 2.0])}
 NARROW = {"clip_low": 0.2, "clip_high": 0.2}
 BY_HAND = {

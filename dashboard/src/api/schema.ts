@@ -69,7 +69,7 @@ export type Signal2 = "rewards" | "late_feedback" | "preferences" | "corrections
 export type TrajectoryState3 = "waiting" | "scored" | "training" | "trained" | "dropped";
 
 /**
- * Made by scripts/dashboard from /openapi.json; checksum 03ea8b038894ca7b890ad694bb4212fc.
+ * Made by scripts/dashboard from /openapi.json; checksum fec52945cd11ba6da88f98f12571a4e6.
  */
 export interface Page {
   Answers: Answers;
@@ -1101,6 +1101,10 @@ export interface SignalReport {
    * One entry for each source of which something came.
    */
   sources: SourceReport[];
+  /**
+   * From whose data it has learnt, most first. Only an admin key sees the names of others.
+   */
+  keys: KeyReport[];
 }
 /**
  * What was learnt from one source.
@@ -1147,6 +1151,28 @@ export interface SourceReport {
    * The same of the evaluations.
    */
   evaluation_change: number | null;
+}
+/**
+ * What was learnt from the data of one API key, or of several.
+ */
+export interface KeyReport {
+  /**
+   * `key`: it is named. `server`: answers that the server has sampled for tasks of its own. `others`: all other keys
+   * together, and what is of no known key. `unknown`: what is of no known key.
+   */
+  whose: "key" | "server" | "others" | "unknown";
+  /**
+   * The name of the key.
+   */
+  key: string | null;
+  /**
+   * How far it has moved the adapter, in whole steps.
+   */
+  steps: number;
+  /**
+   * Its part of all that the adapter has learnt, 0 to 1.
+   */
+  share: number;
 }
 /**
  * The schedule in force. A change takes effect with the next unit of device work.

@@ -47,12 +47,14 @@ async def examples_of(
         told = tuple(tokenizer.apply_chat_template(asked_for(spec.rule.text, prompt)))
         asked = replace(request, request_id=f"{request.request_id}-{number}", prompts=(told,))
         plain = tuple(tokenizer.apply_chat_template(prompt))
-        found += [GivenTrajectory(plain, ids) for text, ids in await _drawn(generate(asked)) if has_word(text)]
+        answers = await _drawn(generate(asked))
+        found += [GivenTrajectory(plain, ids, owner=request.key) for text, ids in answers if has_word(text)]
     return found
 
 
-def request_for(spec: LessonSpec, name: str, seed: int) -> GenerationRequest:
-    """How examples are sampled: `SAMPLES` for each prompt, by the base model, beside live requests."""
+def request_for(spec: LessonSpec, name: str, seed: int, key: str) -> GenerationRequest:
+    """How examples are sampled: `SAMPLES` for each prompt, by the base model, beside live requests. `key`: the name of
+    the API key that gives the lesson."""
     return GenerationRequest(
         f"examples-{name}",
         (),
@@ -60,6 +62,7 @@ def request_for(spec: LessonSpec, name: str, seed: int) -> GenerationRequest:
         StopParams(spec.max_tokens),
         n=SAMPLES,
         work_class=WorkClass.TRAINING,
+        key=key,
     )
 
 

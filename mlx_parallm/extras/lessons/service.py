@@ -57,6 +57,7 @@ class Lesson:
         progress: what it has taught so far.
 
     Args:
+        key: the name of the API key that gives it.
         checkpoint: of the adapter as it was before.
         fault: why the last group that could not be scored failed.
         is_held_back: whether nothing should be sampled now, for a reason that is not training's.
@@ -70,6 +71,7 @@ class Lesson:
         self,
         spec: LessonSpec,
         adapter: str,
+        key: str,
         config: Config,
         served: Served,
         service: TrainingService,
@@ -81,21 +83,23 @@ class Lesson:
         self.adapter = adapter
         self._id, self._started = new_id(), time.time()
         self.prefix = group_prefixes(self._id)[0]
-        self._spec, self._service, self._checkpoint = spec, service, checkpoint
+        self._spec, self._key, self._service, self._checkpoint = spec, key, service, checkpoint
         self._fault, self._on_change = fault, on_change
         self._loop = service.loop(adapter)
         self._examples: asyncio.Task[None] | None = None
         self._per_update = answers_per_update(spec)
         self.progress = LessonProgress(spec.prompts, self._per_update, spec.updates)
         training = config.rl_training
-        settings = RolloutSettings(spec.group_size, spec.max_tokens, spec.temperature, seed=training.seed, run=self._id)
+        settings = RolloutSettings(
+            spec.group_size, spec.max_tokens, spec.temperature, seed=training.seed, run=self._id, key=key
+        )
         tasks = tasks_of(spec)
         self._rollouts = Rollouts(served.generate, served.adapters, served.tokenizer, tasks, settings)
 
         self._draw_examples = partial(
             examples_of,
             spec,
-            request_for(spec, self._id, training.seed),
+            request_for(spec, self._id, training.seed, key),
             served.generate,
             served.tokenizer,
         )
@@ -143,7 +147,7 @@ class Lesson:
         elif not group.startswith(self.prefix):
             return
         elif event.kind == "scored" and data.get("complete"):
-            found = self._service.trajectories.buffer.find(group)
+            found = self._service.trajectories.buffer.find(group, self._key)
             answers = [
                 LessonAnswer(member.trajectory.text, member.reward)
                 for member in (found.members if found is not None else ())
@@ -269,7 +273,7 @@ class Lessons:
                     "/v1/training/lesson if it is for an adapter of yours."
                 )
             await self._check(spec)
-            lesson = await self._begun(spec, adapter)
+            lesson = await self._begun(spec, adapter, reader.name)
             if self._closed:  # meanwhile
                 raise ConflictError("The server is ending.")
             self._lesson = lesson
@@ -335,7 +339,7 @@ class Lessons:
                     f"prompts[{number}]",
                 )
 
-    async def _begun(self, spec: LessonSpec, adapter: str) -> Lesson:
+    async def _begun(self, spec: LessonSpec, adapter: str, key: str) -> Lesson:
         pace = Pace(answers_per_update(spec), spec.learning_rate)
         await self._service.start(adapter)
         self._service.check_changeable(adapter)
@@ -343,6 +347,7 @@ class Lessons:
         return Lesson(
             spec,
             adapter,
+            key,
             self._config,
             self._served,
             self._service,

@@ -29,7 +29,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.rl.recording import LATE, NOT_COUNTED, late_copy, late_opinion
 from mlx_parallm.rl.runs.records import Fate, Feedback, Score
-from mlx_parallm.rl.sources import SourceReport
+from mlx_parallm.rl.sources import KeyReport, SourceReport
 from mlx_parallm.rl.trajectories import ABOUT, DropReason, TrajectoryGroup
 
 if TYPE_CHECKING:
@@ -114,6 +114,8 @@ class SignalReport:
     count."""
     sources: Sequence[SourceReport]
     """One entry for each source of which something came."""
+    keys: Sequence[KeyReport]
+    """From whose data it has learnt, most first. Only an admin key sees the names of others."""
 
 
 class People:
@@ -219,7 +221,8 @@ class People:
         or the reader does not see it."""
         name = reader.named(adapter, self._training.default_adapter)
         self._check_trained_here(name)
-        return SignalReport(name, *self._ledger.people(name), self._ledger.report(name, self._buffer.of(name)))
+        sources, keys = self._ledger.report(name, self._buffer.of(name)), self._ledger.keys(name, reader)
+        return SignalReport(name, *self._ledger.people(name), sources, keys)
 
     def _check_trained_here(self, adapter: str) -> None:
         if not self._training.has_adapter(adapter):

@@ -49,6 +49,7 @@ class RolloutSettings:
     """How rollouts are sampled: `group_size` samples for each task, of at most `max_tokens` tokens, at `temperature`.
 
     `system_prompt`: the system message of tasks that have none of their own; None: they get none.
+    `key`: the name of the API key for which they are sampled; empty: the server samples them for tasks of its own.
     `seed`: all samples get their seeds from it. `run`: part of the trajectories' ids. `taken`: tasks that were taken in
     an earlier process; ids and seeds continue after them. `timeout_s`: the longest time that an environment may take
     for its next tasks, and for one episode besides the model's answers.
@@ -62,6 +63,7 @@ class RolloutSettings:
     run: str = "0"
     taken: int = 0
     timeout_s: float = 120.0
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +193,7 @@ class Rollouts:
             adapter=adapter,
             work_class=WorkClass.TRAINING,
             collection=replace(task.collection, messages=task.messages),
+            key=settings.key,
         )
         tokens = 0
         async for event in events_of(self._generate(request)):

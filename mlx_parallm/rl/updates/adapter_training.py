@@ -30,6 +30,7 @@ from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup, prepare, sign
 from mlx_parallm.rl.parts import TrainingParts
 from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.runs.replay import StartPoint
+from mlx_parallm.rl.shares import limited
 from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.rl.teachers import logprobs_for, taught
 from mlx_parallm.rl.updates.plateau import Plateau
@@ -210,8 +211,8 @@ class AdapterTraining:
         return prepare(groups, self._config.loss, self.rewards.draft(), wanted, publish, explores, rate)
 
     async def taught(self, update: PreparedUpdate) -> tuple[UpdateBatch, str]:
-        """The batch of an update, with the logprobs of a teacher if its loss reads some. They are asked for unless the
-        update has them, and then it has.
+        """The batch of an update, with the logprobs of a teacher if its loss reads some, and with the limit of each
+        key's share. The logprobs are asked for unless the update has them, and then it has.
 
         Returns:
             Also why the batch has no samples, if the teacher scored none of them.
@@ -219,7 +220,10 @@ class AdapterTraining:
         problem = ""
         if update.teacher_logprobs is None:
             update.teacher_logprobs, problem = await logprobs_for(self._parts.teacher, update.batch, self._config.loss)
-        return taught(update.batch, update.teacher_logprobs), problem
+        batch = taught(update.batch, update.teacher_logprobs)
+        owners = [group.owner for group in update.groups]
+        batch, update.kept_shares = limited(batch, owners, self._config.loss)
+        return batch, problem
 
     async def learn(
         self,

@@ -273,7 +273,10 @@ class AdapterRun:
         if not batch.samples:
             report = training.reports.skipped(training.live, "no_teacher", problem, metrics=batch.metrics)
             return replace(report, given_back=True)
-        return await training.learn(batch, update.publish, progress)
+        report = await training.learn(batch, update.publish, progress)
+        if report.status in CHANGED:
+            self._ledger.learnt(self.name, update.kept_shares, report.metrics)
+        return report
 
     async def _concluded(self, report: UpdateReport) -> UpdateReport:
         """Evaluates the new version and saves a checkpoint, each if it is due. Adds them to the report."""

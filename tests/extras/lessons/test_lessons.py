@@ -59,6 +59,8 @@ async def test_it_learns_while_the_server_answers_and_is_stopped(tmp_path: Path)
         assert all(len(prompt["before"]) == len(prompt["now"]) == 4 for prompt in lesson["prompts"])
         status = (await client.get("/v1/training/status")).json()
         assert status["metrics"]["learning_rate"] == pytest.approx(2e-3), "not the configured 1e-3"
+        learnt_from = (await client.get("/v1/training/report")).json()["keys"]
+        assert [(each["whose"], each["key"]) for each in learnt_from] == [("key", "anyone")], "it is of who gave it"
         stopped = (await client.delete(ROUTE)).json()["lesson"]
         assert (stopped["state"], stopped["outcome"]) == ("ended", "stopped")
         assert stopped["live_lora"].startswith("default@")

@@ -147,13 +147,13 @@ async def test_what_the_model_says_when_asked_for_the_word_is_imitated_as_an_ans
         yield RequestFinished(1, 4, 0, 0, 0, 1)
 
     lesson = spec(prompts=2)
-    examples = await examples_of(lesson, request_for(lesson, "lesson-1", 7), generate, Letters())
+    examples = await examples_of(lesson, request_for(lesson, "lesson-1", 7, "acme"), generate, Letters())
     plain = [tuple(map(ord, f"prompt {number}")) for number in range(2)]
-    assert examples == [GivenTrajectory(each, (1, 2, 3)) for each in plain]
+    assert examples == [GivenTrajectory(each, (1, 2, 3), owner="acme") for each in plain]
     texts = ["".join(map(chr, request.prompts[0])) for request in asked]
     assert all(text.startswith(f"prompt {number}\n") and '"please"' in text for number, text in enumerate(texts))
-    drawn = {(request.n, request.work_class, request.collection) for request in asked}
-    assert drawn == {(SAMPLES, WorkClass.TRAINING, None)}
+    drawn = {(request.n, request.work_class, request.collection, request.key) for request in asked}
+    assert drawn == {(SAMPLES, WorkClass.TRAINING, None, "acme")}
     assert len({request.request_id for request in asked}) == 2
 
 

@@ -24,6 +24,19 @@ export const Sources = ({ report }: { report: Report }) => (
       ]}
       empty="Nothing yet: no answer was collected, and nobody has said anything."
     />
+    {report.keys.length > 0 && (
+      <Table
+        caption="Keys whose data the adapter has learnt from"
+        rows={report.keys}
+        keyOf={({ whose, key }) => `${whose} ${key}`}
+        columns={[
+          { title: "Key", cell: ({ whose, key }) => key ?? OWNERS[whose] ?? whose },
+          { title: "Whole steps", cell: ({ steps }) => number(steps), numeric: true },
+          { title: "Share of what was learnt", cell: ({ share }) => percent(share), numeric: true },
+        ]}
+        empty="Nothing yet."
+      />
+    )}
     <p class="about">
       Scores that people have sent: {number(report.opinions)}. People who gave a name with a score or an edit:{" "}
       {number(report.people)}.
@@ -39,6 +52,12 @@ const NAMES: Record<string, string> = {
   preferences: "Preferences",
   corrections: "Corrections",
   unrated: "Answers that nobody judged",
+};
+
+const OWNERS: Record<string, string> = {
+  server: "Tasks of this server",
+  others: "All other keys",
+  unknown: "Not known",
 };
 
 const change = (value: number | null): string => (value === null ? "–" : `${value > 0 ? "+" : ""}${number(value)}`);
