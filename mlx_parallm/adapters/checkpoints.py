@@ -19,7 +19,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -312,7 +312,7 @@ class CheckpointFolder:
         """Gives a checkpoint these tags, and takes them from those that had them."""
         changed = {**self.tags, **dict.fromkeys(tags, name)}
         if changed != self.tags:
-            atomic.replace_file(self.path / TAGS, (json.dumps(changed, indent=2, sort_keys=True) + "\n").encode())
+            atomic.replace_file(self.path / TAGS, _tags_file(changed))
             self.tags = changed
 
     def set_latest(self, name: str) -> None:
@@ -336,6 +336,25 @@ class CheckpointFolder:
             self.manifests = {other: manifest for other, manifest in self.manifests.items() if other != name}
             if trash is not None:
                 atomic.remove(trash)
+
+    def remove(self, names: Collection[str]) -> None:
+        """Removes checkpoints, whatever their tags are. `latest` is then the newest of the others, if it was one of
+        them."""
+        self.manifests = {name: manifest for name, manifest in self.manifests.items() if name not in names}
+        tags = {tag: name for tag, name in self.tags.items() if name not in names}
+        if tags != self.tags:
+            atomic.replace_file(self.path / TAGS, _tags_file(tags))
+            self.tags = tags
+        if self.latest in names:
+            newest = max(self.manifests, key=lambda name: self.manifests[name].order, default=None)
+            if newest is not None:
+                self.set_latest(newest)
+            else:
+                (self.path / LATEST).unlink(missing_ok=True)
+                self.latest = None
+        for path in (self.path / name for name in names):
+            if path.exists():
+                atomic.remove(atomic.hide(path))
 
     def _add(self, name: str, manifest: Manifest) -> None:
         self.manifests = {**self.manifests, name: manifest}
@@ -376,6 +395,10 @@ class CheckpointFolder:
                 _log.warning("%s names no checkpoint that can be used: %s is used instead", self.path / LATEST, name)
             return name
         return by_step[0] if by_step else None
+
+
+def _tags_file(tags: Mapping[str, str]) -> bytes:
+    return (json.dumps(tags, indent=2, sort_keys=True) + "\n").encode()
 
 
 def read_folders(folder: Path) -> Iterator[CheckpointFolder]:
@@ -567,6 +590,16 @@ class CheckpointStore:
             folder, manifest = self._named(adapter_name, which)
             folder.set_latest(checkpoint_name(manifest.step))
             return folder.card(manifest)
+
+    def remove(self, adapter_name: str, names: Collection[str]) -> None:
+        """Removes checkpoints of an adapter, also those with a tag and those from which a version is served.
+
+        Raises:
+            StorageError: the disk failed; some of them may remain.
+        """
+        with self._lock, _disk(f"not all checkpoints of {adapter_name} were removed"):
+            if (folder := self._folders.get(adapter_name)) is not None:
+                folder.remove(names)
 
     def forget(self, adapter_name: str) -> None:
         """Forgets the checkpoints of an adapter, whose folder is being removed."""

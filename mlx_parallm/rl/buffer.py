@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from mlx_parallm.core.adapters import AdapterRef
@@ -266,6 +266,16 @@ class TrajectoryBuffer:
         for group in of_adapter:
             self._past.remove(group)
             self._forget(group)
+
+    def remove(self, trajectory_ids: Collection[str], reason: DropReason) -> None:
+        """Drops the groups that have one of these trajectories, and forgets them. No update may have taken them."""
+        groups = {id(known[0]): known[0] for one in trajectory_ids if (known := self._members.get(one)) is not None}
+        for group in groups.values():
+            if self.holds(group):
+                self.drop(group, reason)
+            if group in self._past:
+                self._past.remove(group)
+                self._forget(group)
 
     def _forget(self, group: TrajectoryGroup) -> None:
         self._remembered -= group.trajectories

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,6 +94,10 @@ class PolicyCheckpoints:
     async def set_latest(self, name: str, checkpoint: str) -> None:
         """Makes a restart of the server resume from this checkpoint, until there is a newer one."""
         await asyncio.to_thread(self._store.set_latest, name, checkpoint)
+
+    async def remove(self, name: str, checkpoints: Collection[str]) -> None:
+        """Removes checkpoints of an adapter, whatever their tags are. Raises StorageError: some may remain."""
+        await asyncio.to_thread(self._store.remove, name, checkpoints)
 
     async def load(self, name: str, which: str) -> tuple[AdapterRef, PolicySnapshot]:
         """Loads a checkpoint. Returns its version, which the server knows from now on, and its policy. The version does

@@ -33,6 +33,7 @@ from mlx_parallm.rl.status import (
 )
 from mlx_parallm.rl.tracking import Tracking
 from mlx_parallm.rl.trajectories import DropReason
+from mlx_parallm.rl.trajectory_log import of_trainee
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.rl.updates.run import AdapterRun
 from mlx_parallm.rl.updates.selection import Chosen
@@ -170,7 +171,7 @@ class TrainingService:
             forgotten(adapter)
         await self.parts.journal.forget(adapter)
         if self.parts.log is not None:
-            await self.parts.log.forget(adapter)
+            await self.parts.log.forget(of_trainee(adapter))
 
     def _note_trained(self) -> None:
         """Keeps for a restart which adapters are in training."""

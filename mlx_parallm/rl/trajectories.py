@@ -70,6 +70,8 @@ class DropReason(StrEnum):
     """Its group had been closed before it came (`Groups.add`)."""
     NOT_RECORDED = "not_recorded"
     """The journal of the run could not be written when it came (`Collector`)."""
+    FORGOTTEN = "forgotten"
+    """It, or another answer of its group, is to be forgotten (`extras.forgetting`)."""
     STOPPED = "stopped"
     """Its lesson has ended (`extras.lessons.service`), or the training of its adapter (`TrainingService.stop`)."""
 

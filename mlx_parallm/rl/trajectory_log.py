@@ -50,9 +50,9 @@ class TrajectoryLog:
             self._append, [_record(group, member, turn) for member in group.members for turn in member.turns]
         )
 
-    async def forget(self, adapter: str) -> None:
-        """Removes the trajectories that have trained an adapter. Raises OSError."""
-        await asyncio.wrap_future(self._worker.submit(remove_lines, self._path, of_trainee(adapter)))
+    async def forget(self, unwanted: Wanted) -> None:
+        """Removes lines. Raises OSError."""
+        await asyncio.wrap_future(self._worker.submit(remove_lines, self._path, unwanted))
 
     async def close(self) -> None:
         """Returns when everything is written."""

@@ -104,11 +104,11 @@ class Journal:
         Raises:
             StorageError: it is not on the disk yet. It will be written before anything else.
         """
-        await self._write(partial(_changed, change, dropped), kept=True)
+        await self._write(partial(changed, change, dropped), kept=True)
 
     def started(self, change: PolicyChange) -> None:
         """Where training has started. It is written before a later change is."""
-        self._submit(partial(_changed, change, {}), kept=True)
+        self._submit(partial(changed, change), kept=True)
 
     def configured(self, digest: str, settings: str) -> None:
         """Keeps the settings that later updates name by this digest. They are written before a later change is."""
@@ -117,6 +117,17 @@ class Journal:
     def trains(self, adapters: Sequence[str]) -> None:
         """Keeps which adapters are in training, besides the default one."""
         self._submit(lambda: [(_TRAINED, [(json.dumps(adapters),)])], kept=True)
+
+    async def rewrite(self, statements: Callable[[JournalFile], Statements]) -> None:
+        """Changes what the file has, as it is when nothing else is being written.
+
+        Raises:
+            StorageError: nothing was changed, nor will be.
+        """
+        if self._compacting is not None:
+            await self._compacting
+        if (file := self._file) is not None:
+            await self._write(lambda: statements(file))
 
     async def flush(self) -> None:
         """Returns when everything is on the disk.
@@ -305,7 +316,8 @@ def _entered(adapter: str, group_id: str, entry: GroupEntry) -> Statements:
     return [(_IN, [(adapter, group_id, trajectory_id, kind, None, text)])]
 
 
-def _changed(change: PolicyChange, dropped: Mapping[str, str]) -> Statements:
+def changed(change: PolicyChange, dropped: Mapping[str, str] = MappingProxyType({})) -> Statements:
+    """Writes a change. The trajectories of an update end with it. `dropped`: see `Journal.changed`."""
     kind, text = body_to_json(change.body)
     row = (change.adapter, change.number, change.at, kind, text)
     ids = change.body.trajectory_ids if isinstance(change.body, Update) else ()

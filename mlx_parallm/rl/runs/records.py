@@ -142,11 +142,13 @@ class Start:
 class Rollback:
     """The policy of `checkpoint` replaced the current one. Empty: that policy is in no checkpoint. `lineage`: the
     versions that training had continued from then, oldest first. `baselines`: of rewards, which a rollback keeps; see
-    `RewardHistory.baselines`. None: a version wrote it that did not keep them."""
+    `RewardHistory.baselines`. None: a version wrote it that did not keep them. `rebuilt`: it is no earlier policy, but
+    the one that the updates up to here make without data that were forgotten."""
 
     checkpoint: str = ""
     lineage: tuple[str, ...] = ()
     baselines: Mapping[str, float] | None = None
+    rebuilt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,9 @@ class Update:
         reduced: whether a compaction has removed its groups, so that it cannot be made again; see `compaction`.
         settings: digest of the settings that it was made with, which the journal keeps; empty: an older version wrote
             it.
+        owners: of its trajectories; see `Trajectory.owner`. They stay when it is reduced. None: an older version wrote
+            it.
+        forgotten: episodes that were removed from it later, on request.
     """
 
     groups: tuple[TrainedGroup, ...]
@@ -186,6 +191,8 @@ class Update:
     trend: Mapping[str, float] | None = None
     reduced: bool = False
     settings: str = ""
+    owners: tuple[str | None, ...] | None = None
+    forgotten: int = 0
 
     @property
     def changed_policy(self) -> bool:

@@ -34,7 +34,7 @@ from mlx_parallm.rl.shares import limited
 from mlx_parallm.rl.status import Divergence, EvaluationResult, UpdateReport
 from mlx_parallm.rl.teachers import logprobs_for, taught
 from mlx_parallm.rl.updates.plateau import Plateau
-from mlx_parallm.rl.updates.reports import UpdateReporter, refusal_of, refusal_of_evaluation
+from mlx_parallm.rl.updates.reports import Refusal, UpdateReporter, refusal_of, refusal_of_evaluation
 from mlx_parallm.train.data import UpdateBatch, UpdateOutcome
 from mlx_parallm.train.policy import PolicySnapshot, PolicyState
 
@@ -325,6 +325,63 @@ class AdapterTraining:
         """Forgets the version that was announced, unless it is in `versions`."""
         if (ref := self.versions.retract()) is not None:
             self._adapters.discard(ref)
+
+    # -- rebuilding ------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def rebuilding(self, origin: PolicySnapshot | None) -> AsyncIterator[None]:
+        """Sets the policy to `origin`; None: to a new one. The block makes updates from it with `learn_again`, and ends
+        with `replace`. If it does not get there, policy and versions are as before.
+
+        Raises:
+            InvalidRequestError: `origin` has another rank, alpha or targets than those configured.
+        """
+        async with self._undone_on_failure():
+            await self._learner.restore(self.name, origin)
+            yield
+
+    async def learn_again(self, batch: UpdateBatch) -> UpdateOutcome:
+        """Makes an update of a policy that is being rebuilt. No limit of divergence is applied."""
+        outcome, _ = await self._learner.learn(self.name, batch, None)
+        return outcome
+
+    async def replace(
+        self, step: int, rewards: RewardHistory, floor: float | None, commit: Callable[[CheckpointCard], Awaitable[None]]
+    ) -> Refusal | None:
+        """Makes the policy that was rebuilt the live version, unless its evaluation is below `floor`: staged,
+        evaluated, saved, committed, flipped. Call this in the block of `rebuilding`.
+
+        Args:
+            step: optimizer steps of the policy.
+            rewards: what the updates that made it have left of rewards.
+            commit: called with its checkpoint. What it raises is raised again, and all is as before.
+
+        Returns:
+            Why it does not go live; None: it is live.
+        """
+        ref = await self._stage()
+        result = await self._evaluate(ref, step) if self.evaluations.enabled else None
+        if refusal := refusal_of_evaluation(result, floor) if self.evaluations.enabled else None:
+            return refusal
+        best, earlier = self.checkpoints.best, self.rewards
+        self.checkpoints.set_best(None)  # it may have learnt what is forgotten
+        self.rewards = rewards
+        try:
+            figures = {} if result is None else result.metrics
+            metrics = {**figures, **self._histories(), CHANGE: self.change + 1.0}  # the change that `commit` writes
+            await commit(await self.checkpoints.save(ref, self._learner.state(self.name), metrics))
+        except BaseException:  # a cancelled caller too
+            self.rewards = earlier
+            self.checkpoints.set_best(best)
+            raise
+        self._undo, self.unpublished = None, False
+        await self._adapters.flip(ref)
+        self.versions.append(ref)
+        self._forget_rewards()
+        self.evaluations.forget_best()
+        self.reports.step, self._evaluated = step, result
+        await self.evaluate_if_due()
+        return None
 
     # -- evaluation ------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from types import MappingProxyType
@@ -26,7 +26,9 @@ from mlx_parallm.rl.runs.records import (
     Update,
     settings_to_json,
 )
+from mlx_parallm.rl.runs.journal import changed
 from mlx_parallm.rl.runs.replay import plan
+from mlx_parallm.rl.runs.store import JournalFile, Statements
 from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.rl.trajectories import DropReason, Episode
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
@@ -106,6 +108,7 @@ class PolicyJournal:
                 trend=update.history.trend.observed(),
                 all_progress=True,
                 settings=self._settings,
+                owners=owners_of(update.groups),
             ),
             dropped,
         )
@@ -116,6 +119,15 @@ class PolicyJournal:
         training = self._training
         baselines = training.rewards.baselines()
         await self._changed(Rollback(card.name if card else "", training.versions.last(_LINEAGE), baselines))
+
+    async def rebuilt(self, checkpoint: str, edits: Callable[[JournalFile], Statements]) -> None:
+        """The policy is now the one in this checkpoint, made of the updates up to now without forgotten data, which
+        `edits` removes in the same commit. Raises StorageError: neither is on the disk, nor will be."""
+        training = self._training
+        change = self._numbered(
+            Rollback(checkpoint, training.versions.last(_LINEAGE), training.rewards.baselines(), rebuilt=True)
+        )
+        await self._journal.rewrite(lambda file: [*changed(change), *edits(file)])
 
     async def _changed(self, body: Rollback | Update, dropped: Mapping[str, str] = MappingProxyType({})) -> None:
         self.begin()
@@ -223,6 +235,12 @@ class PolicyJournal:
             collected = group.signal is Signal.REWARDS and not (trained.is_given or trained.remembered)
             if group.rewards and collected and self._config.loss.kind is not LossKind.SFT:
                 trend.observe(group.scorer, fmean(group.rewards), group.on_policy)
+
+
+def owners_of(groups: Sequence[ScoredGroup]) -> tuple[str | None, ...]:
+    """The owners of the trajectories of these groups, each once."""
+    turns = (turn for group in groups for episode in group.episodes for turn in episode.turns)
+    return tuple(sorted({turn.owner for turn in turns}, key=lambda owner: (owner is None, owner)))
 
 
 def _ref(version: str) -> AdapterRef:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
+from typing import TypeVar
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import Action, ResolvedTraining
@@ -51,6 +52,8 @@ _MAX_NAMED_GROUPS = 128
 """The most groups that the event of an update's beginning names."""
 
 _VERSIONS_SHOWN = 8
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -378,6 +381,16 @@ class AdapterRun:
                 self._selection.restart()
                 await self._changes.rolled_back()
             finally:
+                self.sweep()
+
+    async def rebuild(self, rebuild: Callable[[AdapterTraining, PolicyJournal], Awaitable[T]]) -> T:
+        """Replaces the policy by one that `rebuild` makes; see `AdapterTraining.rebuilding`. Updates wait meanwhile."""
+        async with self._lock:
+            await self._changes.flush()
+            try:
+                return await rebuild(self.training, self._changes)
+            finally:
+                self._selection.restart()
                 self.sweep()
 
     async def close(self) -> None:
