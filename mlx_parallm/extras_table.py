@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 EXTRAS: dict[str, dict[str, str]] = {
     "people": {"routes": "route", "install": "service:install"},
     "competition": {"routes": "route", "install": "service:install", "metrics": "metric_table:metrics"},
+    "forgetting": {"routes": "route", "serve": "service:serve"},
     "averages": {"routes": "route", "serve": "service:serve"},
     "why": {"routes": "route", "serve": "service:serve"},
     "reward_models": {"routes": "route", "serve": "trainer:serve"},

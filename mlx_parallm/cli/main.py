@@ -85,6 +85,7 @@ _COMMANDS = (
         "Manage the LoRA adapters of a running server; merge, convert or average adapters.",
         later("adapters", "COMMANDS"),
     ),
+    ("forget", "Build an adapter anew without some of what it has learnt from.", later("forget", "forget")),
     ("reward-model", "Train a reward model on preferences. Needs no server.", later("reward_model", "train")),
     (
         "runs",

@@ -8,9 +8,9 @@ stands in the annotation (`types.Flag`).
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mlx_parallm.config.cluster import ClusterConfig
 from mlx_parallm.config.inference import InferenceConfig
@@ -31,6 +31,7 @@ from mlx_parallm.config.types import (
     Section,
     Selector,
     Text,
+    lower,
 )
 
 LARGEST_RANK = 512
@@ -139,7 +140,12 @@ class CheckpointingConfig(Section):
     """
     journal_updates: Annotated[Integer, Flag("--journal-updates", "UPDATES")] = Field(default=1000, ge=100)
     """Number of newest updates of each adapter that the journal keeps with their trajectories. Older ones are removed
-    from it when checkpoints have them, so feedback on their answers comes too late.
+    from it when checkpoints have them, so feedback on their answers comes too late, and so does a request to forget
+    what they have learnt from.
+    """
+    remove_forgotten: Annotated[Literal["all", "untagged", "none"], BeforeValidator(lower)] = "all"
+    """Which checkpoints go when something that they have learnt from is forgotten (mlx_parallm forget): all of them,
+    those without a tag, or none.
     """
     checkpoint_dir: Annotated[Folder | None, Flag("--checkpoint-dir", "DIR", alias="--run", common=True)] = None
     """Folder of one run: its checkpoints, its journal and run.json. What is found there is served and trained from.

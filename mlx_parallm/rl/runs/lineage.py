@@ -3,7 +3,8 @@
     start 1 ──▶ update 2 ──▶ update 3 ──▶ rollback 4 (to math@1) ──▶ update 5      math@3 consists of updates 2 and 5
                math@1       math@2                                  math@3
 
-A compaction removes the oldest changes, and what updates have learnt from. What is missing is named, and not guessed.
+A policy that was rebuilt without forgotten data consists of the updates before it, from which these were removed. A
+compaction removes the oldest changes, and what updates have learnt from. What is missing is named, and not guessed.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ def lineage(
     updates: list[PolicyChange] = []
     while at >= 0:
         change = changes[at]
+        if isinstance(change.body, Rollback) and change.body.rebuilt:
+            at -= 1
+            continue
         if isinstance(change.body, Update):
             if change.body.changed_policy:
                 updates.append(change)
@@ -93,7 +97,9 @@ def _made(changes: Sequence[PolicyChange], saved: Mapping[str, int]) -> dict[str
     }
     made = {version: places[number] for version, number in saved.items() if number in places}
     for place, change in enumerate(changes):
-        if isinstance(change.body, Rollback) and change.body.lineage[-2:-1] == (str(BASE_ADAPTER),):
+        if isinstance(change.body, Rollback) and change.body.rebuilt:
+            made[change.body.lineage[-1]] = place
+        elif isinstance(change.body, Rollback) and change.body.lineage[-2:-1] == (str(BASE_ADAPTER),):
             version = change.body.lineage[-1]
             is_all_here = change.number == place + 1  # otherwise a removed update may have made it
             if is_all_here and saved.get(version, change.number - 1) == change.number - 1:  # saved by the rollback

@@ -142,13 +142,14 @@ class Start:
 class Rollback:
     """The policy of `checkpoint` replaced the current one. Empty: that policy is in no checkpoint. `lineage`: the
     versions that training had continued from then, oldest first. `baselines`: of rewards, which a rollback keeps; see
-    `RewardHistory.baselines`. None: a version wrote it that did not keep them. `rebuilt`: it is no earlier policy, but
-    the one that the updates up to here make without data that were forgotten."""
+    `RewardHistory.baselines`. None: a version wrote it that did not keep them. `rebuilt`: above
+    0, it is no earlier policy, but the one that the updates up to here make without data that were forgotten; the
+    number of the first update that was made again."""
 
     checkpoint: str = ""
     lineage: tuple[str, ...] = ()
     baselines: Mapping[str, float] | None = None
-    rebuilt: bool = False
+    rebuilt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

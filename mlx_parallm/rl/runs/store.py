@@ -328,6 +328,12 @@ class JournalFile:
         if self._connection is None:
             return
         self.commit([(statement, [(adapter,)]) for statement in _FORGET])
+        self.clean()
+
+    def clean(self) -> None:
+        """Overwrites what was removed, also in the WAL. Raises StorageError."""
+        if self._connection is None:
+            return
         try:
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as error:

@@ -100,7 +100,7 @@ class AdapterTraining:
         self.watch = DivergenceWatch(name, parts.config.divergence, emit, self._can_roll_back)
         self._parts = parts
         self._emit = emit
-        self._config = parts.config
+        self.config = parts.config
         self.journal = parts.journal
         self._learner = parts.learner
         self._adapters = parts.adapters
@@ -133,11 +133,11 @@ class AdapterTraining:
         self.unpublished, self.rewards = False, RewardHistory()
         self.watch.restart()
         self.plateau.restart()
-        emit, every = partial(self._emit, adapter=self.name), self._config.evaluation.every or 1
+        emit, every = partial(self._emit, adapter=self.name), self.config.evaluation.every or 1
         self.evaluations = EvaluationHistory(self._parts.evaluator, every, emit)
         self.checkpoints.unsaved.clear()
         self.checkpoints.set_best(None)
-        self.versions = VersionHistory(live or BASE_ADAPTER, self._config.max_staleness)
+        self.versions = VersionHistory(live or BASE_ADAPTER, self.config.max_staleness)
         self.reports.step = start.step if start else 0
         number = card.metrics.get(CHANGE) if card is not None else None
         self.start = StartPoint(
@@ -168,7 +168,7 @@ class AdapterTraining:
         self._forget_rewards()
 
     def end_lesson(self) -> None:
-        self.pace = Pace(self._config.update_frequency)
+        self.pace = Pace(self.config.update_frequency)
         self.plateau.restart()
 
     def _forget_rewards(self) -> None:
@@ -208,7 +208,7 @@ class AdapterTraining:
     ) -> PreparedUpdate:
         """An update on these groups, which all have the same signal; see `PreparedUpdate`."""
         rate = self.pace.learning_rate if signal_of(groups) in OF_LESSONS else None
-        return prepare(groups, self._config.loss, self.rewards.draft(), wanted, publish, explores, rate)
+        return prepare(groups, self.config.loss, self.rewards.draft(), wanted, publish, explores, rate)
 
     async def taught(self, update: PreparedUpdate) -> tuple[UpdateBatch, str]:
         """The batch of an update, with the logprobs of a teacher if its loss reads some, and with the limit of each
@@ -219,10 +219,10 @@ class AdapterTraining:
         """
         problem = ""
         if update.teacher_logprobs is None:
-            update.teacher_logprobs, problem = await logprobs_for(self._parts.teacher, update.batch, self._config.loss)
+            update.teacher_logprobs, problem = await logprobs_for(self._parts.teacher, update.batch, self.config.loss)
         batch = taught(update.batch, update.teacher_logprobs)
         owners = [group.owner for group in update.groups]
-        batch, update.kept_shares = limited(batch, owners, self._config.loss)
+        batch, update.kept_shares = limited(batch, owners, self.config.loss)
         return batch, problem
 
     async def learn(
@@ -242,7 +242,7 @@ class AdapterTraining:
         Raises:
             Exception: raised by the learner or while publishing; policy and versions are as before.
         """
-        loss, floor, evaluation = batch.loss or self._config.loss, self._config.gate.eval_floor, None
+        loss, floor, evaluation = batch.loss or self.config.loss, self.config.gate.eval_floor, None
         evaluates_first = floor is not None and not again and self.evaluations.due(self.reports.step + 1)
         compares = loss.kind is LossKind.POLICY_GRADIENT
 
@@ -346,20 +346,25 @@ class AdapterTraining:
         return outcome
 
     async def replace(
-        self, step: int, rewards: RewardHistory, floor: float | None, commit: Callable[[CheckpointCard], Awaitable[None]]
+        self,
+        rewards: RewardHistory,
+        floor: float | None,
+        continues: AdapterRef | None,
+        commit: Callable[[CheckpointCard], Awaitable[None]],
     ) -> Refusal | None:
         """Makes the policy that was rebuilt the live version, unless its evaluation is below `floor`: staged,
         evaluated, saved, committed, flipped. Call this in the block of `rebuilding`.
 
         Args:
-            step: optimizer steps of the policy.
             rewards: what the updates that made it have left of rewards.
+            continues: the last of the earlier versions whose trajectories may be trained on; None: all of them.
             commit: called with its checkpoint. What it raises is raised again, and all is as before.
 
         Returns:
             Why it does not go live; None: it is live.
         """
-        ref = await self._stage()
+        ref, policy = await self._stage(), self._learner.state(self.name)
+        step = policy.step
         result = await self._evaluate(ref, step) if self.evaluations.enabled else None
         if refusal := refusal_of_evaluation(result, floor) if self.evaluations.enabled else None:
             return refusal
@@ -367,15 +372,18 @@ class AdapterTraining:
         self.checkpoints.set_best(None)  # it may have learnt what is forgotten
         self.rewards = rewards
         try:
-            figures = {} if result is None else result.metrics
-            metrics = {**figures, **self._histories(), CHANGE: self.change + 1.0}  # the change that `commit` writes
-            await commit(await self.checkpoints.save(ref, self._learner.state(self.name), metrics))
+            metrics = {**({} if result is None else result.metrics), **self._histories()}
+            card = await self.checkpoints.save(ref, policy, metrics)
+            await commit(card)
+            await self.checkpoints.set_latest(card.name)  # it may be an earlier one, of the same policy
         except BaseException:  # a cancelled caller too
             self.rewards = earlier
             self.checkpoints.set_best(best)
             raise
         self._undo, self.unpublished = None, False
         await self._adapters.flip(ref)
+        if continues is not None:
+            self.versions.rewind_to(continues)
         self.versions.append(ref)
         self._forget_rewards()
         self.evaluations.forget_best()

@@ -9,12 +9,14 @@ from dataclasses import replace
 from statistics import fmean
 from types import MappingProxyType
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import LossKind, ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup
+from mlx_parallm.rl.runs.journal import changed
 from mlx_parallm.rl.runs.records import (
     CHANGED,
     LearningSettings,
@@ -26,7 +28,6 @@ from mlx_parallm.rl.runs.records import (
     Update,
     settings_to_json,
 )
-from mlx_parallm.rl.runs.journal import changed
 from mlx_parallm.rl.runs.replay import plan
 from mlx_parallm.rl.runs.store import JournalFile, Statements
 from mlx_parallm.rl.status import UpdateReport
@@ -120,14 +121,29 @@ class PolicyJournal:
         baselines = training.rewards.baselines()
         await self._changed(Rollback(card.name if card else "", training.versions.last(_LINEAGE), baselines))
 
-    async def rebuilt(self, checkpoint: str, edits: Callable[[JournalFile], Statements]) -> None:
+    async def rebuilt(
+        self,
+        card: CheckpointCard,
+        first: int,
+        continues: AdapterRef | None,
+        edits: Callable[[JournalFile], Statements],
+    ) -> None:
         """The policy is now the one in this checkpoint, made of the updates up to now without forgotten data, which
-        `edits` removes in the same commit. Raises StorageError: neither is on the disk, nor will be."""
-        training = self._training
-        change = self._numbered(
-            Rollback(checkpoint, training.versions.last(_LINEAGE), training.rewards.baselines(), rebuilt=True)
-        )
+        `edits` removes in the same commit. `first`: number of the first update that was made again. `continues`: see
+        `AdapterTraining.replace`.
+
+        Raises:
+            StorageError: neither is on the disk, nor will be.
+        """
+        training, earlier = self._training, self._training.versions.last(_LINEAGE)
+        if continues is not None:
+            earlier = earlier[: earlier.index(str(continues)) + 1] if str(continues) in earlier else (str(continues),)
+        baselines = training.rewards.baselines()
+        self.begin()
+        body = Rollback(card.name, (*earlier, str(card.adapter)), baselines, rebuilt=first)
+        change = PolicyChange(training.name, training.change + 1, time.time(), body)
         await self._journal.rewrite(lambda file: [*changed(change), *edits(file)])
+        self._last = training.change = change.number
 
     async def _changed(self, body: Rollback | Update, dropped: Mapping[str, str] = MappingProxyType({})) -> None:
         self.begin()
@@ -158,7 +174,7 @@ class PolicyJournal:
         changes = await self._journal.read(lambda file: file.changes_since(training.name, training.start.number or 0))
         recovery = plan(changes or (), training.start)
         training.progress = await self._journal.read(lambda file: file.progress(training.name)) or {}
-        training.versions.continue_from([_ref(version) for version in recovery.lineage])
+        training.versions.continue_from([ref_of(version) for version in recovery.lineage])
         if not await self._rolled_back_to(recovery.roll_back_to):
             recovery = replace(recovery, updates=(), lost=len(recovery.updates), is_new=True, recent=())
         if recovery.baselines is not None:
@@ -243,7 +259,8 @@ def owners_of(groups: Sequence[ScoredGroup]) -> tuple[str | None, ...]:
     return tuple(sorted({turn.owner for turn in turns}, key=lambda owner: (owner is None, owner)))
 
 
-def _ref(version: str) -> AdapterRef:
+def ref_of(version: str) -> AdapterRef:
+    """A version of a lineage, from its text; of an empty one, the base model."""
     name, _, number = version.rpartition("@")
     return AdapterRef(name, int(number)) if name and name != BASE_ADAPTER.name else BASE_ADAPTER
 
