@@ -42,9 +42,10 @@ class TrainingEvent:
     `scored`, `dropped`, `updating` (an update begins), `update`, `held`, `skipped`, `evaluation`, `evaluation_failed`,
     `divergence`, `plateau` (nearly all answers earn the same part of the reward), `plateau_ended`, `rollback`,
     `comparison_started`, `comparison_ended`, `lesson_started`, `lesson_ended`, `checkpoint`, `averaged` (an average of
-    adapters was made), `paused`, `resumed`, `started`, `stopped`, `placeholder_logprobs` (the log-probabilities of
-    samples are all 0; once for each adapter and start), or `events_lost`. The last one replaces events that a listener
-    has missed; `data.events` is their number, or null if that is not known."""
+    adapters was made), `forgotten` (a version was rebuilt without some data), `paused`, `resumed`, `started`,
+    `stopped`, `placeholder_logprobs` (the log-probabilities of samples are all 0; once for each adapter and start), or
+    `events_lost`. The last one replaces events that a listener has missed; `data.events` is their number, or null if
+    that is not known."""
     at: UnixTime
     """Time in ISO-8601, UTC."""
     data: JsonObject = field(default_factory=dict)

@@ -12,6 +12,7 @@ from server.fake_control import (
     FakeAdapters,
     FakeAverages,
     FakeCompetition,
+    FakeForgetting,
     FakeLessons,
     FakeRewardModels,
     FakeTraining,
@@ -72,6 +73,11 @@ def averages(training):
 
 
 @pytest.fixture
+def forgetting(training):
+    return training and FakeForgetting()
+
+
+@pytest.fixture
 def reward_models(training):
     return training and FakeRewardModels()
 
@@ -87,14 +93,19 @@ def lessons(training):
 
 
 @pytest.fixture
-def make_client(engine, adapters, training, averages, reward_models, lessons, competition):
+def make_client(engine, adapters, training, averages, forgetting, reward_models, lessons, competition):
     """`make_client(**settings)` → an httpx client on an in-process app; `client.app` is the app."""
 
     def make(card=CARD, tokenizer=None, atropos=None, **settings):
         model, config = OneModel(tokenizer or ByteTokenizer(), card), ServerConfig(**settings)
         if training is not None:
             training.extras = {"averages": averages, "reward_models": reward_models, "lessons": lessons}
-            training.extras |= {"competition": competition, "people": training, "why": FakeWhy()}
+            training.extras |= {
+                "competition": competition,
+                "people": training,
+                "why": FakeWhy(),
+                "forgetting": forgetting,
+            }
             if atropos is not None:
                 training.extras["atropos"] = AtroposParts.of(atropos, training, training, card)
         return client_of(create_app(Backend(engine, adapters, model, config, training)))

@@ -15,6 +15,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.extras.averages.service import AverageCard
 from mlx_parallm.extras.competition.comparison import ComparisonCard
+from mlx_parallm.extras.forgetting.cards import ForgetCard, ForgetPlan
 from mlx_parallm.extras.lessons.cards import LessonCard, LessonOutcome, LessonPrompt, LessonRule, LessonSpec, RuleKind
 from mlx_parallm.extras.people.service import EditCard, FoundTrajectory, SignalReport
 from mlx_parallm.extras.reward_models.cards import RewardModelCard
@@ -258,6 +259,20 @@ class FakeWhy(Asked):
         name = reader.named(None if version is None else version.partition("@")[0], "policy")
         self.note((version, number, limit))
         return WhyVersion(version or name, "0123", "", (), (), 0, 0, (), {}, ())
+
+
+class FakeForgetting(Asked):
+    """Knows of nothing, so that all is forgotten at once. `asked`: what is to be forgotten, and whether to ignore the
+    floor."""
+
+    card = ForgetCard("done", "the key alice")
+
+    async def plan(self, spec):
+        return ForgetPlan(str(spec), (), "all")
+
+    async def begin(self, spec, ignore_floor):
+        self.note((replace(spec, asked_at=0.0), ignore_floor))
+        return self.card
 
 
 class FakeRewardModels(Asked):

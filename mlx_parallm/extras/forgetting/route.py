@@ -22,7 +22,8 @@ MAX_TRAJECTORIES = 10_000
 
 router = Router()
 
-_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(ge=0, le=253_402_300_799)]
+"""Unix time, up to the year 9999."""
 
 
 class ForgetBody(WireInput):
