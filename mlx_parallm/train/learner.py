@@ -16,6 +16,7 @@ from mlx_parallm.core.device import DeviceThread, completed, then
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.train.accumulation import Contribution
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
+from mlx_parallm.train.jobs import Parts
 from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.policy import PolicySnapshot, PolicyState
 from mlx_parallm.train.trainer import GRPOTrainer
@@ -150,6 +151,10 @@ class Learner:
         base model. Raises StepFailedError: they could not be computed."""
         policy = None if name is None else self.trainer.policies[name]
         return await self._ask(lambda: self.trainer.logprobs(policy, samples))
+
+    async def run(self, parts: Parts[T]) -> T:
+        """Runs what belongs to no policy; see `GRPOTrainer.run`. Raises StepFailedError: it failed on the device."""
+        return await self._ask(lambda: self.trainer.run(parts))
 
     async def _ask(self, ask: Callable[[], Future[T]]) -> T:
         """Asks the trainer for something, and takes it back if the caller is cancelled."""

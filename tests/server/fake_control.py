@@ -20,7 +20,7 @@ from mlx_parallm.extras.lessons.cards import LessonCard, LessonOutcome, LessonPr
 from mlx_parallm.extras.people.service import EditCard, FoundTrajectory, SignalReport
 from mlx_parallm.extras.reward_models.cards import RewardModelCard
 from mlx_parallm.extras.reward_models.folder import no_reward_model
-from mlx_parallm.extras.why.cards import WhyVersion
+from mlx_parallm.extras.why.cards import WhyAnswer, WhyVersion
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.reading import GroupReader
 from mlx_parallm.rl.sources import SourceLedger, SourceReport
@@ -254,6 +254,18 @@ class FakeAverages(Asked):
 
 class FakeWhy(Asked):
     """Knows of one version of each adapter, which no update has made. `asked`: the arguments without the reader."""
+
+    @property
+    def answers(self):
+        return self
+
+    async def answer(self, spec, reader):
+        self.note(spec)
+        if spec.given is not None:
+            reader.named(spec.version.partition("@")[0], "policy")
+        elif spec.trajectory_id != "traj-0":
+            raise UnknownTrajectoryError("no such answer")
+        return WhyAnswer("math@2", "math@2", True, "cosine", -1.5, 0, 0, (), (), (), ())
 
     async def version(self, version, number, limit, reader):
         name = reader.named(None if version is None else version.partition("@")[0], "policy")

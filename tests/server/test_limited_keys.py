@@ -306,6 +306,7 @@ CHANGES = {
     "status": ("GET", "/v1/training/status?lora_adapter={}", None),
     "history": ("GET", "/v1/training/history?lora_adapter={}", None),
     "why": ("GET", "/v1/training/why?version={}", None),
+    "why this": ("POST", "/v1/training/why", {"version": "{}", "prompt": "x", "completion": "y"}),
     "report": ("GET", "/v1/training/report?lora_adapter={}", None),
     "compare": ("POST", "/v1/training/compare", {"lora_adapter": "{}", "candidate": "x"}),
     "compare with": ("POST", "/v1/training/compare", {"lora_adapter": "acme-1", "candidate": "{}@1"}),

@@ -125,3 +125,62 @@ class WhyVersion:
     """The settings of its last update; empty if they are not known."""
     updates: Sequence[WhyUpdate]
     """The newest of its updates, or the one that was asked for; newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhyPush(WhySample):
+    """A sample that pushed an answer."""
+
+    update: int = 0
+    """The number of its update."""
+    score: Figure = 0.0
+    """By how much the sample is estimated to have changed the log-probability of the answer, in nats: above 0 if it
+    made the answer more likely. Of a pair of answers, the pair, with the chosen answer as the sample."""
+    cosine: Figure = 0.0
+    """How alike two directions are, -1 to 1: the one in which the sample has moved the policy, and the one in which the
+    answer becomes more likely. It is the score without regard to the weight of the sample and the lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePush:
+    """What one update did to an answer, by its samples that were looked at."""
+
+    __pydantic_config__ = ANSWER
+
+    update: int
+    """Its number."""
+    score: Figure
+    """The sum of the scores of its samples, in nats."""
+    samples: int
+    """Its samples that were looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhyAnswer:
+    """Which samples pushed an answer most, by products of gradients. That is an estimate of the first order, at the
+    weights of one moment. It does not say what the answer would be without a sample."""
+
+    __pydantic_config__ = ANSWER
+
+    version: str
+    """The version that gave the answer."""
+    weights: str
+    """The policy at which gradients were computed: that version, or the nearest one whose weights are here."""
+    preconditioned: bool
+    """Whether gradients were scaled as AdamW scales them. If not, its state is not here."""
+    ranked_by: str
+    """`cosine` or `score`: what the samples are ranked by."""
+    logprob: Figure
+    """Log-probability of the answer at these weights, in nats."""
+    samples_total: int
+    """Samples that the version has learnt from, as far as they are known. A pair counts as one."""
+    samples_looked_at: int
+    """Samples that were looked at: those with the largest shares of the longest steps."""
+    problems: Sequence[str]
+    """What of the version's history is not known."""
+    towards: Sequence[WhyPush]
+    """The samples that pushed towards the answer most, the first one most."""
+    away: Sequence[WhyPush]
+    """Those that pushed away from it most, the first one most."""
+    updates: Sequence[UpdatePush]
+    """What each update did, newest first."""

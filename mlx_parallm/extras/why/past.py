@@ -6,21 +6,26 @@ changes of the journal ─▶ prepared again, in order, as after a crash ─▶ 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
-from mlx_parallm.config import Algorithm, LossKind, ResolvedLoss
+from mlx_parallm.config import LossKind, ResolvedLoss
 from mlx_parallm.core.trajectories import Trajectory
+from mlx_parallm.extras.why.influence import Term, alone
 from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup, episode_data, prepare
 from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import LearningSettings, PolicyChange, Rollback, Start, Update
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.shares import limited, shares_of
+from mlx_parallm.rl.teachers import taught
 from mlx_parallm.rl.trajectories import DropReason, Turn
 from mlx_parallm.rl.updates.recovery import scored_group
 from mlx_parallm.train.data import Datum, UpdateSettings
+from mlx_parallm.train.losses import UpdateTotals
+from mlx_parallm.train.packing import minibatches
 
 REMOVED = "its trajectories were removed from the journal, as checkpoint.journal_updates says"
 """Why the samples of an old update are not known."""
@@ -68,6 +73,7 @@ class PastUpdate:
         settings: those that it was made with; None: a version of this package made it that did not keep them.
         loss: what was applied to its samples.
         samples: all of its batch, in order; empty if they are not known.
+        step_scale: of its batch; see `UpdateBatch`.
         problem: why they are not; empty if they are.
     """
 
@@ -76,12 +82,40 @@ class PastUpdate:
     settings: LearningSettings | None
     loss: ResolvedLoss
     samples: Sequence[PastSample] = ()
+    step_scale: float = 1.0
     problem: str = ""
 
     @property
     def learning_rate(self) -> float:
         """That of its step, times how far the step went."""
         return self.body.metrics.get("learning_rate", 0.0) * self.body.metrics.get("step_scale", 1.0)
+
+    def terms(self, configured: UpdateSettings) -> Iterator[tuple[PastSample, float, Term]]:
+        """What each sample added to its loss, with the sample and its share. A pair is one term: its sample is the
+        chosen answer, and its share that of both. `configured`: settings, if its own are not known."""
+        settings = configured if self.settings is None else self.settings.update
+        data = [datum for sample in self.samples for datum in sample.data]
+        totals = {
+            id(datum): total
+            for part in minibatches(data, settings.minibatches)
+            for total in [UpdateTotals.of(part)]
+            for datum in part
+        }
+        norm, most = self.body.metrics.get("grad_norm", 0.0), settings.optimizer.max_grad_norm
+        step = self.learning_rate * (min(self.step_scale, most / norm) if norm else self.step_scale)
+        for samples in self._units():
+            of_unit = [datum for sample in samples for datum in sample.data]
+            share = sum(sample.share for sample in samples)
+            yield samples[0], share, Term(of_unit, alone(self.loss), totals[id(of_unit[0])], step)
+
+    def _units(self) -> Iterable[Sequence[PastSample]]:
+        learnt = [sample for sample in self.samples if sample.data]
+        if self.loss.kind is not LossKind.PAIRWISE:
+            return ([sample] for sample in learnt)
+        pairs: dict[int, list[PastSample]] = {}
+        for sample in sorted(learnt, key=lambda each: -(each.advantage or 0.0)):
+            pairs.setdefault(sample.data[0].group, []).append(sample)
+        return pairs.values()
 
 
 async def past_updates(
@@ -127,30 +161,38 @@ def _prepared(past: PastUpdate, known: Mapping[str, Trajectory], history: Reward
     body = past.body
     try:
         groups = [scored_group(group, known) for group in body.groups]
-    except KeyError:
+    except KeyError:  # the journal lacks one of its trajectories
         return past
     made = prepare(
         groups, past.loss, history.draft(), body.wanted, body.publish, body.explores, learning_rate=body.learning_rate
     )
     history.accept(made.history)
-    loss = made.batch.loss or past.loss
-    samples = tuple(_samples(made, groups, loss, body.teacher_logprobs))
-    return PastUpdate(past.change, body, past.settings, loss, samples)
+    made.teacher_logprobs = body.teacher_logprobs
+    batch = taught(made.batch, body.teacher_logprobs)
+    batch, _ = limited(batch, [group.owner for group in groups], past.loss)
+    loss = batch.loss or past.loss
+    samples = tuple(_samples(made, groups, _learnt(made, groups, loss, batch.samples)))
+    return PastUpdate(past.change, body, past.settings, loss, samples, batch.step_scale)
 
 
-def _samples(
-    made: PreparedUpdate,
-    groups: Sequence[ScoredGroup],
-    loss: ResolvedLoss,
-    teacher: Sequence[Sequence[float]] | None,
-) -> Iterator[PastSample]:
-    """The samples of a prepared update. `teacher`: the logprobs of a teacher for each datum, if the loss reads any."""
+_Learnt = Mapping[tuple[int, int], Sequence[tuple[Datum, float]]]
+"""The data of each episode that was learnt from, with their shares, by the number of the group and the place in it."""
+
+
+def _learnt(
+    made: PreparedUpdate, groups: Sequence[ScoredGroup], loss: ResolvedLoss, samples: Sequence[Datum]
+) -> _Learnt:
+    """`samples`: those of the update that a teacher could score, if it has one, in order."""
     places = [(group, place) for group, place, data in episode_data(groups, made.advantages, loss) for _ in data]
-    learnt: dict[tuple[int, int], list[tuple[Datum, float]]] = {}
-    shares = shares_of(made.batch.samples, loss)
-    for at, (where, datum, share) in enumerate(zip(places, made.batch.samples, shares, strict=True)):
-        taught = datum.with_teacher(teacher[at]) if teacher and teacher[at] else datum
-        learnt.setdefault(where, []).append((taught, share))
+    if loss.reads_teacher and made.teacher_logprobs is not None:
+        places = [where for where, scored in zip(places, made.teacher_logprobs, strict=True) if scored]
+    found: dict[tuple[int, int], list[tuple[Datum, float]]] = {}
+    for where, datum, share in zip(places, samples, shares_of(samples, loss), strict=True):
+        found.setdefault(where, []).append((datum, share * datum.loss_scale))
+    return found
+
+
+def _samples(made: PreparedUpdate, groups: Sequence[ScoredGroup], learnt: _Learnt) -> Iterator[PastSample]:
     for number, (group, computed) in enumerate(zip(groups, made.advantages, strict=True)):
         reason = computed.value if isinstance(computed, DropReason) else ""
         for place, episode in enumerate(group.episodes):
@@ -165,18 +207,3 @@ def _samples(
                 group.scorer,
                 [datum for datum, _ in data],
             )
-
-
-def shares_of(samples: Sequence[Datum], loss: ResolvedLoss) -> list[float]:
-    """Each sample's share of an update of these samples: the sum of the absolute weights of its tokens in the loss,
-    divided by that of all; all 0 if none has a weight."""
-    weights = [_weight(sample, loss) for sample in samples]
-    return [weight / (sum(weights) or 1.0) for weight in weights]
-
-
-def _weight(sample: Datum, loss: ResolvedLoss) -> float:
-    trained = sample.trained()
-    credits = loss.kind is LossKind.POLICY_GRADIENT and not loss.reads_teacher
-    weight = sum(sample.loss_weights[at] * (abs(sample.advantages[at]) if credits else 1.0) for at in trained)
-    in_answers = loss.algorithm in (Algorithm.GRPO, Algorithm.GSPO, Algorithm.KTO)
-    return weight * sample.share / sample.weight if in_answers else weight

@@ -19,6 +19,7 @@ from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import InvalidRequestError, StorageError, UnknownModelError, shown
+from mlx_parallm.extras.why.answers import Answers
 from mlx_parallm.extras.why.cards import KeyPart, WhySample, WhyUpdate, WhyVersion
 from mlx_parallm.extras.why.past import PastSample, PastUpdate, past_updates
 from mlx_parallm.rl.runs.lineage import Lineage, lineage
@@ -58,11 +59,15 @@ class History:
 
 
 class Why:
-    """Says what versions consist of. Event loop's thread only."""
+    """Says what versions consist of. Event loop's thread only.
+
+    `answers`: finds what pushed their answers.
+    """
 
     def __init__(self, training: TrainingService, tokenizer: TextTokenizer) -> None:
-        self._training, self._parts = training, training.parts
+        self.training, self._parts = training, training.parts
         self._tokenizer = tokenizer
+        self.answers = Answers(self)
 
     async def version(self, version: str | None, number: int | None, limit: int, reader: Reader) -> WhyVersion:
         """What a version consists of.
@@ -103,8 +108,8 @@ class Why:
 
     async def history(self, version: str | None, reader: Reader) -> History:
         """What the journal says of a version; see `version` for the argument and what it raises."""
-        name, at, number = (version or self._training.default_adapter).partition("@")
-        reader.named(None if version is None else name, self._training.default_adapter)
+        name, at, number = (version or self.training.default_adapter).partition("@")
+        reader.named(None if version is None else name, self.training.default_adapter)
         live = self._parts.adapters.live(name)
         wanted = f"{name}@{number}" if at else str(live or name)
         with suppress(StorageError):  # what cannot be written now is not shown
@@ -114,12 +119,11 @@ class Why:
         for card in self._parts.checkpoints.cards(name):
             if CHANGE in card.metrics:
                 saved.setdefault(str(card.adapter), int(card.metrics[CHANGE]))
-        found = lineage(changes, None if wanted == name else wanted, saved)
-        if found is None:
-            found = self._untrained(wanted)
+        trained = bool(changes) or self.training.has_adapter(name)
+        found = lineage(changes, None if wanted == name else wanted, saved) if trained else None
         settings = await self._parts.journal.read(lambda file: file.settings()) or {}
         base = await self._parts.journal.read(lambda file: file.base_model()) or ""
-        return History(wanted, name, base, found, changes, settings)
+        return History(wanted, name, base, found or self._untrained(wanted), changes, settings)
 
     def _untrained(self, version: str) -> Lineage:
         """The lineage of a version that no update of the journal has made. Raises UnknownModelError: there is none."""

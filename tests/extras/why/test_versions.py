@@ -29,11 +29,14 @@ async def why(
     return await Why(one.service, ByteTokenizer()).version(version, update, 100, reader)
 
 
-@given(st.lists(st.sampled_from([*STEPS, "save", "rollback"]), max_size=16))
+@given(st.lists(st.sampled_from([*STEPS, "save", "rollback"]), max_size=16), st.sampled_from([0.6, 1.0]))
 @settings(max_examples=40, deadline=None)
-def test_the_samples_of_past_updates_are_those_that_were_learnt_from(tmp_path_factory, steps: list[str]) -> None:
+def test_the_samples_of_past_updates_are_those_that_were_learnt_from(
+    tmp_path_factory, steps: list[str], most: float
+) -> None:
     async def check() -> None:
-        run = Run(tmp_path_factory.mktemp("run") / "journal.sqlite")
+        limited = changed(MANUAL, loss=changed(MANUAL.loss, max_share_per_key=most))
+        run = Run(tmp_path_factory.mktemp("run") / "journal.sqlite", limited)
         async with run.process() as one:
             for step in steps:
                 await did(one, step, run)

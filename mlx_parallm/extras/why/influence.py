@@ -1,0 +1,185 @@
+"""How much each sample of past updates has pushed an answer, by products of gradients. A job of the trainer.
+
+TracIn (Pruthi et al. 2020, arXiv 2002.08484) with one checkpoint: a step of length η along the gradient of a sample's
+loss L changes the log-probability of an answer by about
+
+    -η ⟨∇L, P ∇ log π(answer)⟩
+
+With AdamW, P is 1 / (√v + ε) for each value, where v is the running mean of squared gradients; without the optimizer's
+state it is 1. Both gradients are those at the same weights, and not at those that each update started from.
+
+    score     that change, in nats: positive if the sample made the answer more likely
+    cosine    the same for gradients of length 1, measured with P: how alike their directions are
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import mlx.core as mx
+
+from mlx_parallm.config import Algorithm, OptimizerConfig, ResolvedLoss
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.data import Datum
+from mlx_parallm.train.forwards import MicroStepInput, TrainingForwards
+from mlx_parallm.train.jobs import Parts
+from mlx_parallm.train.losses import UpdateTotals
+from mlx_parallm.train.pacing import Stage, StageKind
+from mlx_parallm.train.packing import pack, split_samples
+from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState
+from mlx_parallm.train.trainer import GRPOTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """What one sample added to the loss of its update.
+
+    Attributes:
+        data: of the sample; of a pair, those of both answers.
+        loss: of the update. `totals`: what it is divided by.
+        step: learning rate times step scale, and times what clipping left of the gradients.
+    """
+
+    data: Sequence[Datum]
+    loss: ResolvedLoss
+    totals: UpdateTotals
+    step: float
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """What a sample did to the answer; see the module."""
+
+    score: float
+    cosine: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pushes:
+    """One for each term, in order. `logprob`: of the answer, in nats. `preconditioned`: whether the optimizer's state
+    was there."""
+
+    pushes: Sequence[Push]
+    logprob: float
+    preconditioned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Where gradients are computed. `optimizer`: whose state scales them, if `policy` has none."""
+
+    policy: PolicyState | PolicySnapshot
+    optimizer: PolicyState | None = None
+
+
+def influences(trainer: GRPOTrainer, weights: Weights, answer: Datum, terms: Sequence[Term]) -> Parts[Pushes]:
+    """Computes what each term has pushed the tokens of the answer that have a weight; one backward pass for each
+    micro-batch of a term, and one for the answer. Nothing of any policy changes.
+
+    Raises:
+        InvalidRequestError: the weights have another shape than those that are trained here.
+    """
+    gradients = _Gradients(trainer, _state(trainer, weights.policy))
+    loss = alone(trainer.config.loss, algorithm=Algorithm.CROSS_ENTROPY)
+    target, logprob = yield from gradients.of(Term([answer], loss, UpdateTotals(1.0, 1.0), 1.0))
+    metric = _Metric.of([gradients.state, weights.optimizer], trainer.config.optimizer)
+    along = metric.applied(target)
+    length = yield from gradients.summed(along, target)
+    held = _Held(sum(leaf.nbytes for pair in along.values() for leaf in pair.values()))
+    trainer.hold(held)
+    del target
+    found = []
+    for term in terms:
+        of_sample, _ = yield from gradients.of(term)
+        product = yield from gradients.summed(along, of_sample)
+        square = yield from gradients.summed(metric.applied(of_sample), of_sample)
+        lengths = math.sqrt(length * square)
+        found.append(Push(term.step * product, product / lengths if lengths else 0.0))
+    return Pushes(found, -logprob, metric.means is not None)
+
+
+def alone(loss: ResolvedLoss, **changes: object) -> ResolvedLoss:
+    """The loss without what does not depend on rewards: the KL divergence from the base model, and the entropy."""
+    return loss.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0, **changes})
+
+
+def as_drawn_now(datum: Datum) -> Datum:
+    """The datum as if the weights had sampled it: its policy ratios are 1, so that none is clipped, whatever was learnt
+    since."""
+    return replace(datum, sampling_logprobs=(), on_policy=True)
+
+
+@dataclass(eq=False)
+class _Held:
+    """Device memory of a job."""
+
+    nbytes: int
+
+
+def _state(trainer: GRPOTrainer, weights: PolicyState | PolicySnapshot) -> PolicyState:
+    if isinstance(weights, PolicyState):
+        return weights
+    policy = Policy(trainer.model.layout, trainer.lora, trainer.config.seed, weights)
+    trainer.hold(policy)
+    return policy.state
+
+
+class _Gradients:
+    """Gradients at fixed weights, computed in parts."""
+
+    def __init__(self, trainer: GRPOTrainer, state: PolicyState) -> None:
+        self.state = state
+        self._trainer, self._forwards = trainer, TrainingForwards(trainer.model)
+        self._values = sum(leaf.size for pair in state.params.values() for leaf in pair.values())
+
+    def of(self, term: Term) -> Parts[tuple[Params, float]]:
+        """The gradients of a term, and its loss."""
+        total, loss = None, 0.0
+        tokens = self._trainer.config.micro_batch_tokens
+        for batch in split_samples([*map(as_drawn_now, term.data)], tokens, whole_groups=True):
+            given = MicroStepInput(pack(batch), self.state, term.loss, term.totals, total)
+            total = None  # MLX adds in place if nothing else refers to the sum
+            step = self._forwards.gradients([given])
+            del given
+            yield from self._trainer.pacer.run(step.stages, batch.size)
+            total, loss = step.results[0].gradients, loss + cast(float, step.results[0].loss.item())
+        assert total is not None
+        return total, loss
+
+    def summed(self, one: Params, other: Params) -> Parts[float]:
+        """The inner product of two trees of values."""
+        parts = [(one[path][name] * other[path][name]).sum() for path in other for name in other[path]]
+        total = mx.stack(parts).sum()
+        yield from self._trainer.pacer.run([Stage(StageKind.OPTIMIZER, total, self._values)], 0)
+        return cast(float, total.item())
+
+
+@dataclass(frozen=True, slots=True)
+class _Metric:
+    """The factor P of each value. `means`: AdamW's running means of squared gradients, by path; None: P is 1."""
+
+    means: Mapping[str, Any] | None
+    bias: float
+    eps: float
+
+    @classmethod
+    def of(cls, states: Sequence[PolicyState | None], optimizer: OptimizerConfig) -> _Metric:
+        """That of the first state whose optimizer has made a step."""
+        for state in states:
+            if state is not None and (steps := int(state.optimizer["step"].item())):
+                return cls(state.optimizer, 1 - optimizer.beta2**steps, optimizer.eps)
+        return cls(None, 1.0, 0.0)
+
+    def applied(self, tree: Params) -> Params:
+        if self.means is None:
+            return tree
+        return {
+            path: {
+                name: leaf / (mx.sqrt(self.means[path][name]["v"] / self.bias) + self.eps)
+                for name, leaf in pair.items()
+            }
+            for path, pair in tree.items()
+        }
