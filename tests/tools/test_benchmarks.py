@@ -11,7 +11,10 @@ pytestmark = pytest.mark.ci
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = sorted([*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/studies/*.py")])
-MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("benchmarks/lib/**/*.py"))
+SCRIPT = "# /// script"
+"""How a program begins that has an environment of its own, with packages that are not here."""
+LIBRARY = [path for path in ROOT.glob("benchmarks/lib/**/*.py") if not path.read_text().startswith(SCRIPT)]
+MODULES = sorted(path.relative_to(ROOT).with_suffix("") for path in LIBRARY)
 
 CODE = """
 import importlib, runpy, sys
