@@ -12,10 +12,11 @@ import pytest
 from configs import changed, loss_config
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from rl.service_rig import World, settle, world
 from rl.test_groups_of_keys import answer
 from rl.test_recovery import MANUAL, Run
-from trainers import assert_close, gradients, make_policy, make_trainer, samples
+from trainers import assert_close, finish, gradients, make_policy, make_trainer, samples
 
 from mlx_parallm.config import Algorithm, ResolvedLoss
 from mlx_parallm.core.readers import Reader
@@ -24,6 +25,7 @@ from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.extras.people.service import Edit
 from mlx_parallm.rl.objectives import ScoredGroup
 from mlx_parallm.rl.shares import limited, shares_by_owner, shares_of
+from mlx_parallm.rl.teachers import taught
 from mlx_parallm.rl.trajectories import Episode
 from mlx_parallm.train.data import Datum, UpdateBatch, answered
 from mlx_parallm.train.losses import TokenBatch, UpdateTotals, loss
@@ -167,6 +169,31 @@ def test_the_trainer_scales_the_gradient_of_each_sample() -> None:
         for name in whole
     }
     assert_close(whole, expected, 1e-5)
+
+
+def test_one_key_alone_moves_the_policy_by_its_part_of_the_whole_step() -> None:
+    """AdamW would make the same step of a gradient of any size."""
+    trainer, _ = make_trainer()
+    moves = []
+    for most in (1.0, 0.25):
+        policy = make_policy(trainer, moved=0.1)
+        before = {name: np.array(leaf) for name, leaf in tree_flatten(policy.params)}
+        config = changed(trainer.config.loss, max_share_per_key=most)
+        batch, _ = limited(UpdateBatch(tuple(samples(6, groups=3))), ["ann"] * 3, config)
+        finish(trainer, trainer.begin(policy, batch))
+        changes = [np.array(leaf) - before[name] for name, leaf in tree_flatten(policy.params)]
+        moves.append(np.concatenate([change.ravel() for change in changes]))
+    whole, part = moves
+    assert np.linalg.norm(part) == pytest.approx(0.25 * np.linalg.norm(whole), rel=0.01)
+    assert np.dot(part, whole) > 0.999 * np.linalg.norm(part) * np.linalg.norm(whole)
+
+
+def test_samples_that_a_teacher_has_not_scored_are_nobodys_share() -> None:
+    data = tuple(answered((1,), (2,), group=at) for at in range(4))
+    batch = taught(UpdateBatch(data), ((-1.0,), (), (-1.0,), ()))
+    batch, kept = limited(batch, ["ann", "bob", "ann", ""], loss_config(Algorithm.DISTILLATION, max_share_per_key=0.5))
+    assert kept == {"ann": 0.5}
+    assert (batch.step_scale, batch.metrics["keys"]) == (0.25, 1.0)
 
 
 # ---- updates of every kind -----------------------------------------------------------------------

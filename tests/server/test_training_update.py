@@ -1,6 +1,7 @@
 """`POST /v1/training/update`: what training is given, what the client is told, what is refused."""
 
 import math
+from functools import partial
 
 import pytest
 from server.asking import post, refused
@@ -10,6 +11,7 @@ from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.rl.status import UpdateReport
 
 UPDATE = "/v1/training/update"
+trajectory = partial(GivenTrajectory, owner="anyone")
 GIVEN = {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 257]}
 
 
@@ -37,8 +39,8 @@ async def test_update_of_given_trajectories(client, training):
     options = {"update_inference": False, "checkpoint_name": "good", "lora_adapter": "policy"}
     await post(client, UPDATE, trajectories=given, **options)
     trajectories = [
-        GivenTrajectory((1, 2), (3, 257), 1.0, "a", (-0.5, 0.0), 0.7),
-        GivenTrajectory((1, 2), (3, 257), 0.25, "a"),
+        trajectory((1, 2), (3, 257), 1.0, "a", (-0.5, 0.0), 0.7),
+        trajectory((1, 2), (3, 257), 0.25, "a"),
     ]
     assert training.calls == [("update", "policy", trajectories, False, "good")]
 
@@ -51,14 +53,14 @@ async def test_texts_are_encoded_once_and_logprobs_and_versions_may_come_with_th
     ]
     await post(client, UPDATE, trajectories=given)
     assert training.calls[0][2] == [
-        GivenTrajectory((97, 98), (99,), 1.0, "", (-0.5,), adapter=AdapterRef("policy", 1)),
-        GivenTrajectory((97, 98), (3, 257), 0.0, "", (-0.5, 0.0), adapter=BASE_ADAPTER),
+        trajectory((97, 98), (99,), 1.0, "", (-0.5,), adapter=AdapterRef("policy", 1)),
+        trajectory((97, 98), (3, 257), 0.0, "", (-0.5, 0.0), adapter=BASE_ADAPTER),
     ]
 
 
 async def test_three_lists_are_a_batch(client, training):
     await post(client, UPDATE, prompts=["a", "b"], outputs=["c", "d"], rewards=[1, 0.5])
-    assert training.calls[0][2] == [GivenTrajectory((97,), (99,), 1.0), GivenTrajectory((98,), (100,), 0.5)]
+    assert training.calls[0][2] == [trajectory((97,), (99,), 1.0), trajectory((98,), (100,), 0.5)]
 
 
 @pytest.mark.parametrize(
@@ -89,8 +91,8 @@ async def test_a_row_of_tokens_begins_with_its_prompt(client, training):
     await post(client, UPDATE, trajectories=[{**row, "advantages": [9, 9, 1, 0, 0, -2.5]}, {**row, "advantages": -1}])
     mask = (True, False, False, True)
     rows = [
-        GivenTrajectory((1, 2), (3, 9, 9, 4), 1.0, "a", (-0.5, 0.0, 0.0, -0.25), 0.5, mask=mask),
-        GivenTrajectory((1, 2), (3, 9, 9, 4), 0.0, "a", (), 0.5, mask=mask),
+        trajectory((1, 2), (3, 9, 9, 4), 1.0, "a", (-0.5, 0.0, 0.0, -0.25), 0.5, mask=mask),
+        trajectory((1, 2), (3, 9, 9, 4), 0.0, "a", (), 0.5, mask=mask),
     ]
     assert training.calls[0][2] == rows
     assert [(given.reward, given.advantages) for given in training.calls[1][2]] == [
@@ -102,8 +104,8 @@ async def test_a_row_of_tokens_begins_with_its_prompt(client, training):
 async def test_a_row_that_ends_with_one_answer_is_that_answer(client, training):
     await post(client, UPDATE, trajectories=[{"token_ids": [1, 2, 3, 4], "mask": [0, 0, 1, 1]}])
     await post(client, UPDATE, trajectories=[{**GIVEN, "advantages": 0.5, "episode_id": "e"}])
-    assert training.calls[0][2] == [GivenTrajectory((1, 2), (3, 4))]
-    assert training.calls[1][2] == [GivenTrajectory((1, 2), (3, 257), advantages=(0.5, 0.5), episode_id="e")]
+    assert training.calls[0][2] == [trajectory((1, 2), (3, 4))]
+    assert training.calls[1][2] == [trajectory((1, 2), (3, 257), advantages=(0.5, 0.5), episode_id="e")]
 
 
 async def test_the_rows_of_an_episode_may_have_its_reward_once(client, training):
