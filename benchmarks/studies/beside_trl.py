@@ -1,6 +1,6 @@
 """Compares our learning with that of TRL 1.16 on a CPU: the same model, data, adapters and hyper-parameters.
 
-    python benchmarks/studies/beside_trl.py [--only exact sentiment …] [--seeds 0 1 2 3 4] [--updates 20]
+    python benchmarks/studies/beside_trl.py [--only exact sentiment …] [--seeds 0 1 2 3 4] [--updates 12]
         [--resume] [--together] [--work DIR] [--out FILE] [--plot FILE]
 
 `exact`: one update from the same answers and the same adapter, by both: how far apart are losses, gradients and what
@@ -8,9 +8,9 @@ is learnt? Then GRPO (the loss dapo) on four tasks: `sentiment` and `one word` o
 `sums` in the form of GSM8K after a few examples, and `both words`, whose second turn depends on the first answer. Then
 `dpo` and `kto` on pairs that a rule makes. Each cell (a side, a task, a seed) is a process of its own with one thread,
 and the record is written after each one; --resume keeps the cells of the record. With --together, both sides of a cell
-run at the same time, which changes how long they take and nothing that they learn. `times` measures their time in
-turns, without anything beside them. TRL's side is a script with an environment of its own, made by uv, which downloads
-3 GB once.
+run at the same time, which changes how long they take and nothing that they learn; the record has their processor time
+too. `times` measures three of them in turns, without anything beside them. TRL's side is a script with an environment
+of its own, made by uv, which downloads 3 GB once.
 """
 
 import argparse
@@ -20,18 +20,17 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from benchmarks.lib import machine, report
-from benchmarks.lib.figures import Figure, reported, spread
+from benchmarks.lib.figures import Figure, ratios, reported
 from benchmarks.lib.training.beside_cells import (
     DPO,
     KTO,
-    OURS,
     SIDES,
-    TRL,
     Bench,
     Cell,
     adapters_apart,
@@ -47,10 +46,10 @@ APART, LOGITS_APART = 1e-3, 1e-3
 LAST = 4
 """Updates at the end of a run over which its reward is averaged."""
 EXACT_LOSSES = {"sentiment": ("dapo", "grpo", "dr_grpo"), "both words": ("dapo",)}
-PREFERENCE_UPDATES = 12
-"""No question comes twice, so there is no data for more than 16."""
-TIMED_UPDATES, REPEATS = 4, 3
-"""Updates of each run of `times`, of which the first does not count; and runs of each side."""
+MOST_PREFERENCE_UPDATES = 16
+"""No question comes twice, so there is no data for more."""
+TIMED, TIMED_UPDATES, REPEATS = ("sentiment", "both words", DPO), 4, 2
+"""What `times` measures: updates of each run, of which the first does not count, and runs of each side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,9 @@ class Exact:
 def main() -> int:
     """Returns the exit code: 0 if the figures keep to their limits, 1 if one does not."""
     arguments = _arguments()
-    record = json.loads(arguments.out.read_text()) if arguments.resume and arguments.out.exists() else {}
-    record.setdefault("machine", machine.describe())
+    record: dict[str, Any] = {"machine": machine.describe(), "exact": [], "cells": [], "times": []}
+    if arguments.resume and arguments.out.exists():
+        record |= json.loads(arguments.out.read_text())
     record["setting"] = asdict(Setting()) | {"updates": arguments.updates}
     study = Study(arguments, record)
     if EXACT in arguments.only:
@@ -92,8 +92,6 @@ class Study:
         self._arguments, self.record = arguments, record
         self._bench = Bench(arguments.work, Setting())
         self._updates = arguments.updates
-        for name in ("exact", "cells", "times"):
-            record.setdefault(name, [])
 
     def save(self) -> None:
         report.write(self._arguments.out, self.record, list(_figures(self.record)))
@@ -135,7 +133,7 @@ class Study:
 
     def _order(self, part: str, seed: int, updates: int) -> Order:
         if part in PREFERENCES:
-            return self._bench.preference(part, seed, min(updates, PREFERENCE_UPDATES))
+            return self._bench.preference(part, seed, min(updates, MOST_PREFERENCE_UPDATES))
         return self._bench.grpo(part, seed, updates, TASKS[part].max_tokens)
 
     def cells(self, part: str, seed: int) -> None:
@@ -156,7 +154,7 @@ class Study:
     def times(self) -> None:
         """Seconds per update of both sides, which run in turns."""
         self.record["times"] = []
-        for part in (*TASKS, *PREFERENCES):
+        for part in TIMED:
             order = self._order(part, 0, TIMED_UPDATES)
             for _ in range(REPEATS):
                 for side in SIDES:
@@ -187,49 +185,55 @@ def _show(cell: Cell) -> None:
     else:
         shown = f"loss {last[-1]['loss']:.3f}, held-out accuracy {cell.accuracy:.2f}, margin {cell.margin:.1f} nats"
     seconds = cell.updates[-1]["seconds"] / len(cell.updates)
-    print(f"{cell.task}, seed {cell.seed}, {cell.side}: {shown}, {seconds:.1f} s an update", flush=True)
+    print(
+        f"{cell.task}, seed {cell.seed}, {cell.side}: {shown}; {seconds:.1f} s an update, "
+        f"{cell.processor_s:.1f} of the processor",
+        flush=True,
+    )
 
 
 def _figures(record: dict[str, Any]) -> Iterator[Figure]:
     if "logits_apart" in record:
         yield Figure("logits, apart", "", *reported([record["logits_apart"]]), limit=LOGITS_APART)
-    for each in record.get("exact", []):
+    for each in record["exact"]:
         yield Figure(f"{each['name']}, loss apart", "", *reported([each["loss"]]), limit=APART)
         yield Figure(f"{each['name']}, gradient apart", "", *reported([each["gradient"]]), limit=APART)
-    for part in (*TASKS, *PREFERENCES):
-        for side in SIDES:
-            cells = [each for each in record.get("cells", []) if (each["task"], each["side"]) == (part, side)]
-            if cells:
-                yield from _of_cells(f"{part}, {side}", cells)
-        times = {
-            side: [each["seconds"] for each in record.get("times", []) if (each["task"], each["side"]) == (part, side)]
-            for side in SIDES
-        }
-        if all(times.values()):
-            for side in SIDES:
-                yield Figure(f"{part}, {side}, time of an update", "s", *reported(times[side]))
-            pairs = [mine / other for mine, other in zip(times[OURS], times[TRL], strict=False)]
-            yield Figure(f"{part}, time of an update, of TRL's", "", *reported(pairs))
+    cells = [Cell(**each) for each in record["cells"]]
+    for part, side in product((*TASKS, *PREFERENCES), SIDES):
+        if found := [cell for cell in cells if (cell.task, cell.side) == (part, side)]:
+            yield from _of_cells(f"{part}, {side}", found)
+    for part in TIMED:
+        times = [[each["seconds"] for each in record["times"] if _of(each) == (part, side)] for side in SIDES]
+        if all(times):
+            for side, seconds in zip(SIDES, times, strict=True):
+                yield Figure(f"{part}, {side}, time of an update", "s", *reported(seconds))
+            ratio = ratios(*times)
+            yield Figure(f"{part}, time of an update, of TRL's", "", ratio, ratio.median)
 
 
-def _of_cells(name: str, cells: Sequence[dict[str, Any]]) -> Iterator[Figure]:
-    name = f"{name}, {len(cells)} seeds"
-    if cells[0]["accuracy"] is None:
-        for what, part in (("last 4 updates", slice(-LAST, None)), ("all updates", slice(None))):
-            means = [fmean(update["reward"] for update in cell["updates"][part]) for cell in cells]
-            yield Figure(f"{name}, reward of the {what}", "", spread(means), fmean(means))
+def _of(timed: dict[str, Any]) -> tuple[str, str]:
+    return timed["task"], timed["side"]
+
+
+def _of_cells(name: str, cells: Sequence[Cell]) -> Iterator[Figure]:
+    seeds = f"seeds: {len(cells)}"
+    if cells[0].accuracy is None:
+        for what, part in ((f"the last {LAST} updates", slice(-LAST, None)), ("all updates", slice(None))):
+            means = [fmean(update["reward"] for update in cell.updates[part]) for cell in cells]
+            yield Figure(f"{name}, reward of {what} ({seeds})", "", *reported(means))
     else:
-        yield Figure(f"{name}, last loss", "", *reported([cell["updates"][-1]["loss"] for cell in cells]))
-        yield Figure(f"{name}, held-out accuracy", "", *reported([cell["accuracy"] for cell in cells]))
-        yield Figure(f"{name}, held-out margin", "nats", *reported([cell["margin"] for cell in cells]))
-    yield Figure(f"{name}, peak memory", "MB", *reported([median([cell["peak_mb"]]) for cell in cells]))
+        yield Figure(f"{name}, last loss ({seeds})", "", *reported([cell.updates[-1]["loss"] for cell in cells]))
+        yield Figure(f"{name}, held-out accuracy", "", *reported([cell.accuracy or 0.0 for cell in cells]))
+        yield Figure(f"{name}, held-out margin", "nats", *reported([cell.margin or 0.0 for cell in cells]))
+    yield Figure(f"{name}, processor time of an update", "s", *reported([cell.processor_s for cell in cells]))
+    yield Figure(f"{name}, peak memory", "MB", *reported([cell.peak_mb for cell in cells]))
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
-    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--resume", action="store_true", help="keep the cells of the record")
     parser.add_argument("--together", action="store_true", help="run both sides of a cell at the same time")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "beside_trl", help="working folder")

@@ -116,7 +116,7 @@ class Side:
 
     async def learn(self) -> AsyncIterator[dict[str, float]]:
         """Makes the updates of the order."""
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), time.process_time()
         for number, given in enumerate(self._batches()):
             trajectories = [each async for each in given]
             if self._order.keeps_gradients:
@@ -125,6 +125,7 @@ class Side:
             rewards = [each.reward for each in trajectories if each.reward is not None]
             yield {
                 "seconds": time.perf_counter() - began,
+                "processor": time.process_time() - spent,
                 "reward": float(np.mean(rewards)) if rewards else 0.0,
                 **_figures(report, number),
             }

@@ -78,7 +78,7 @@ class Watch(TrainerCallback):
         self.keeps, self.gradients, self.ended = keeps_gradients, {}, []
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.began = time.perf_counter()
+        self.began, self.spent = time.perf_counter(), time.process_time()
 
     def on_pre_optimizer_step(self, _args: Any, _state: Any, _control: Any, model: Any = None, **_: Any) -> None:
         if self.keeps and not self.gradients:
@@ -87,7 +87,8 @@ class Watch(TrainerCallback):
             }
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ended.append(time.perf_counter() - self.began)
+        seconds, processor = time.perf_counter() - self.began, time.process_time() - self.spent
+        self.ended.append({"seconds": seconds, "processor": processor})
 
 
 def main() -> None:
@@ -119,8 +120,8 @@ def run(order: Order) -> None:
     (folder / RESULT).write_text(json.dumps(result))
 
 
-def updates(losses: list[float], rewards: list[float], ended: list[float]) -> list[dict[str, float]]:
-    made = [{"seconds": seconds, "loss": loss} for seconds, loss in zip(ended, losses, strict=True)]
+def updates(losses: list[float], rewards: list[float], ended: list[dict[str, float]]) -> list[dict[str, float]]:
+    made = [{**times, "loss": loss} for times, loss in zip(ended, losses, strict=True)]
     return [{**update, "reward": reward} for update, reward in zip(made, rewards, strict=True)] if rewards else made
 
 

@@ -61,7 +61,8 @@ class CellError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The results of one cell. `updates`: for each, the `seconds` since the first began, and `reward` or `loss`."""
+    """The results of one cell. `updates`: for each, the `seconds` since the first began, those of the `processor` that
+    the process had, and the `reward` or the `loss`. The processor's seconds hardly depend on what else is running."""
 
     side: str
     task: str
@@ -71,6 +72,12 @@ class Cell:
     tokens: int = 0
     accuracy: float | None = None
     margin: float | None = None
+
+    @property
+    def processor_s(self) -> float:
+        """Processor time of an update. The first one, which also warms up, does not count."""
+        ends = [update["processor"] for update in self.updates]
+        return float((ends[-1] - ends[0]) / (len(ends) - 1))
 
 
 class Bench:
