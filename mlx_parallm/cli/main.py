@@ -86,6 +86,7 @@ _COMMANDS = (
         later("adapters", "COMMANDS"),
     ),
     ("forget", "Build an adapter anew without some of what it has learnt from.", later("forget", "forget")),
+    ("why", "Show what a version learnt from, or what pushed an answer.", later("why", "why")),
     ("reward-model", "Train a reward model on preferences. Needs no server.", later("reward_model", "train")),
     (
         "runs",

@@ -15,11 +15,12 @@ state it is 1. Both gradients are those at the same weights, and not at those th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_map
 
 from mlx_parallm.config import Algorithm, OptimizerConfig, ResolvedLoss
 from mlx_parallm.train.context import Params
@@ -31,6 +32,9 @@ from mlx_parallm.train.pacing import Stage, StageKind
 from mlx_parallm.train.packing import pack, split_samples
 from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState
 from mlx_parallm.train.trainer import GRPOTrainer
+
+_TOGETHER = 8
+"""Most terms whose gradients are computed in one pass, each with room for its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +80,28 @@ class Weights:
 
 
 def influences(trainer: GRPOTrainer, weights: Weights, answer: Datum, terms: Sequence[Term]) -> Parts[Pushes]:
-    """Computes what each term has pushed the tokens of the answer that have a weight; one backward pass for each
-    micro-batch of a term, and one for the answer. Nothing of any policy changes.
+    """Computes what each term has pushed the tokens of the answer that have a weight; terms share
+    backward passes as far as they fit. Nothing of any policy changes.
 
     Raises:
         InvalidRequestError: the weights have another shape than those that are trained here.
     """
     gradients = _Gradients(trainer, _state(trainer, weights.policy))
     loss = alone(trainer.config.loss, algorithm=Algorithm.CROSS_ENTROPY)
-    target, logprob = yield from gradients.of(Term([answer], loss, UpdateTotals(1.0, 1.0), 1.0))
+    ((target, logprob),) = yield from gradients.of([Term([answer], loss, UpdateTotals(1.0, 1.0), 1.0)])
     metric = _Metric.of([gradients.state, weights.optimizer], trainer.config.optimizer)
     along = metric.applied(target)
     length = yield from gradients.summed(along, target)
-    held = _Held(sum(leaf.nbytes for pair in along.values() for leaf in pair.values()))
+    held = _Held((_TOGETHER + 1) * sum(leaf.nbytes for pair in along.values() for leaf in pair.values()))
     trainer.hold(held)
     del target
     found = []
-    for term in terms:
-        of_sample, _ = yield from gradients.of(term)
-        product = yield from gradients.summed(along, of_sample)
-        square = yield from gradients.summed(metric.applied(of_sample), of_sample)
-        lengths = math.sqrt(length * square)
-        found.append(Push(term.step * product, product / lengths if lengths else 0.0))
+    for some in gradients.together(terms):
+        for term, (of_term, _) in zip(some, (yield from gradients.of(some)), strict=True):
+            product = yield from gradients.summed(along, of_term)
+            square = yield from gradients.summed(metric.applied(of_term), of_term)
+            lengths = math.sqrt(length * square)
+            found.append(Push(term.step * product, product / lengths if lengths else 0.0))
     return Pushes(found, -logprob, metric.means is not None)
 
 
@@ -133,21 +137,44 @@ class _Gradients:
     def __init__(self, trainer: GRPOTrainer, state: PolicyState) -> None:
         self.state = state
         self._trainer, self._forwards = trainer, TrainingForwards(trainer.model)
+        self._most = trainer.config.micro_batch_tokens
+        # arrays of their own: MLX adds up the gradients of arguments that are the same array
+        self._states = [replace(state, params=tree_map(mx.stop_gradient, state.params)) for _ in range(_TOGETHER)]
         self._values = sum(leaf.size for pair in state.params.values() for leaf in pair.values())
 
-    def of(self, term: Term) -> Parts[tuple[Params, float]]:
-        """The gradients of a term, and its loss."""
-        total, loss = None, 0.0
-        tokens = self._trainer.config.micro_batch_tokens
-        for batch in split_samples([*map(as_drawn_now, term.data)], tokens, whole_groups=True):
-            given = MicroStepInput(pack(batch), self.state, term.loss, term.totals, total)
-            total = None  # MLX adds in place if nothing else refers to the sum
-            step = self._forwards.gradients([given])
-            del given
-            yield from self._trainer.pacer.run(step.stages, batch.size)
-            total, loss = step.results[0].gradients, loss + cast(float, step.results[0].loss.item())
-        assert total is not None
-        return total, loss
+    def together(self, terms: Sequence[Term]) -> Iterator[list[Term]]:
+        """Splits terms, in order, into those whose gradients are computed in one pass, which reads the base model's
+        weights once for all of them. A term of several data is alone."""
+        some, room = list[Term](), 0
+        for term in terms:
+            tokens = len(term.data[0].token_ids) if len(term.data) == 1 else self._most
+            if some and (tokens > room or len(some) == _TOGETHER):
+                yield some
+                some = []
+            room = (room if some else self._most) - tokens
+            some.append(term)
+        if some:
+            yield some
+
+    def of(self, terms: Sequence[Term]) -> Parts[list[tuple[Params, float]]]:
+        """The gradients of each term, and its loss. Several terms have one datum each."""
+        batches = [
+            list(split_samples([*map(as_drawn_now, term.data)], self._most, whole_groups=True)) for term in terms
+        ]
+        totals: list[Params | None] = [None] * len(terms)
+        losses = [0.0] * len(terms)
+        for at in range(max(map(len, batches))):
+            packed = [pack(of_term[at]) for of_term in batches]
+            step = self._forwards.gradients(
+                [
+                    MicroStepInput(batch, state, term.loss, term.totals, total)
+                    for batch, state, term, total in zip(packed, self._states, terms, totals, strict=False)
+                ]
+            )
+            yield from self._trainer.pacer.run(step.stages, sum(batch.tokens.size for batch in packed))
+            totals = [result.gradients for result in step.results]
+            losses = [loss + cast(float, result.loss.item()) for loss, result in zip(losses, step.results, strict=True)]
+        return [(total, loss) for total, loss in zip(totals, losses, strict=True) if total is not None]
 
     def summed(self, one: Params, other: Params) -> Parts[float]:
         """The inner product of two trees of values."""
