@@ -67,9 +67,13 @@ export type Signal2 = "rewards" | "late_feedback" | "preferences" | "corrections
  * What became of it; as that of a group.
  */
 export type TrajectoryState3 = "waiting" | "scored" | "training" | "trained" | "dropped";
+/**
+ * What it learnt from.
+ */
+export type Signal3 = "rewards" | "late_feedback" | "preferences" | "corrections";
 
 /**
- * Made by scripts/dashboard from /openapi.json; checksum fec52945cd11ba6da88f98f12571a4e6.
+ * Made by scripts/dashboard from /openapi.json; checksum 3ba0bd5268dde67056f888c0392afd5e.
  */
 export interface Page {
   Answers: Answers;
@@ -89,8 +93,10 @@ export interface Answers {
   "GET /v1/training/status": TrainingObject;
   "GET /v1/training/trajectories": GroupPageObject;
   "GET /v1/training/trajectories/{group_id}": CollectedGroupObject;
+  "GET /v1/training/why": WhyVersion;
   "POST /v1/chat/completions": ChatCompletion;
   "POST /v1/training/feedback": FeedbackObject;
+  "POST /v1/training/why": WhyAnswer;
 }
 /**
  * All adapter versions that requests may name.
@@ -867,9 +873,10 @@ export interface TrainingEvent {
    * `scored`, `dropped`, `updating` (an update begins), `update`, `held`, `skipped`, `evaluation`, `evaluation_failed`,
    * `divergence`, `plateau` (nearly all answers earn the same part of the reward), `plateau_ended`, `rollback`,
    * `comparison_started`, `comparison_ended`, `lesson_started`, `lesson_ended`, `checkpoint`, `averaged` (an average of
-   * adapters was made), `paused`, `resumed`, `started`, `stopped`, `placeholder_logprobs` (the log-probabilities of
-   * samples are all 0; once for each adapter and start), or `events_lost`. The last one replaces events that a listener
-   * has missed; `data.events` is their number, or null if that is not known.
+   * adapters was made), `forgotten` (a version was rebuilt without some data), `paused`, `resumed`, `started`,
+   * `stopped`, `placeholder_logprobs` (the log-probabilities of samples are all 0; once for each adapter and start), or
+   * `events_lost`. The last one replaces events that a listener has missed; `data.events` is their number, or null if
+   * that is not known.
    */
   kind: string;
   /**
@@ -1726,6 +1733,193 @@ export interface EditedAnswer {
   reason: string;
 }
 /**
+ * What a version consists of.
+ */
+export interface WhyVersion {
+  /**
+   * The version; the adapter's name alone is the policy in training, of which no version was made yet.
+   */
+  version: string;
+  /**
+   * Fingerprint of the base model.
+   */
+  base_model: string;
+  /**
+   * The version that the updates start from, which none of them has made; empty: a new policy, which equals the base
+   * model.
+   */
+  start: string;
+  /**
+   * If the beginning of its history is not known: the first and the last number of the changes that are missing. Then
+   * `start` is not known either.
+   */
+  missing: number[];
+  /**
+   * Its checkpoints.
+   */
+  checkpoints: string[];
+  /**
+   * Updates that it consists of, as far as they are known.
+   */
+  updates_total: number;
+  /**
+   * Trajectories that they learnt from, as far as they are known.
+   */
+  trajectories: number;
+  /**
+   * The keys that have sent them, largest share first.
+   */
+  keys: KeyPart[];
+  /**
+   * The settings of its last update; empty if they are not known.
+   */
+  settings: {
+    [k: string]: unknown;
+  };
+  /**
+   * The newest of its updates, or the one that was asked for; newest first.
+   */
+  updates: WhyUpdate[];
+}
+/**
+ * What one API key has contributed.
+ */
+export interface KeyPart {
+  /**
+   * Its name; empty: the server has sampled for tasks of its own. null: it is not known, or it is of keys whose
+   * trajectories the asking key may not read, all of them together.
+   */
+  key: string | null;
+  /**
+   * Trajectories of it that were learnt from. An episode counts as one.
+   */
+  trajectories: number;
+  /**
+   * Its part, 0 to 1. Of an update: the sum of the shares of its trajectories. Of a version: the mean over its
+   * updates, each weighted by the length of its step, which is its learning rate times its step scale.
+   */
+  share: number;
+}
+/**
+ * One update of a version.
+ */
+export interface WhyUpdate {
+  /**
+   * Its number among the changes of the adapter.
+   */
+  number: number;
+  /**
+   * When it was made, in ISO-8601, UTC.
+   */
+  at: string;
+  /**
+   * Steps of the optimizer up to it.
+   */
+  step: number;
+  /**
+   * The version that was made of it; null if none was: it counts for the next one.
+   */
+  version: string | null;
+  /**
+   * `published`, or `trained` without a version.
+   */
+  status: string;
+  signal: Signal3;
+  /**
+   * The length of its step: the learning rate times the step scale.
+   */
+  learning_rate: number | null;
+  /**
+   * The mean reward of its trajectories; null if they had none.
+   */
+  reward_mean: number | null;
+  /**
+   * Trajectories that it learnt from; null if that is not known.
+   */
+  trajectories: number | null;
+  /**
+   * Trajectories in it that it learnt nothing from.
+   */
+  left_out: number;
+  /**
+   * The keys that have sent them.
+   */
+  keys: KeyPart[];
+  /**
+   * What rewarded them.
+   */
+  scoring_functions: string[];
+  /**
+   * The settings that differ from those of the update before it, with their new values.
+   */
+  changed_settings: {
+    [k: string]: unknown;
+  };
+  /**
+   * Why its trajectories are not known; empty if they are.
+   */
+  problem: string;
+  /**
+   * Its trajectories, largest share first, if one update was asked for.
+   */
+  samples: WhySample[];
+}
+/**
+ * One answer of an update, or one episode.
+ */
+export interface WhySample {
+  /**
+   * The id of the answer, or of the last one of the episode; null if a client sent it with the update, or if the key
+   * may not read it.
+   */
+  trajectory_id: string | null;
+  /**
+   * The key that has sent it; as in `keys`.
+   */
+  key: string | null;
+  /**
+   * Whether the asking key may read it. If not, only figures are here.
+   */
+  readable: boolean;
+  /**
+   * The end of its prompt, without special tokens.
+   */
+  prompt: string;
+  /**
+   * The beginning of the answer; of an episode, of the last one.
+   */
+  answer: string;
+  /**
+   * Its reward; null if it had none.
+   */
+  reward: number | null;
+  /**
+   * How much better than expected it was: the mean over its tokens. null if nothing was learnt from it.
+   */
+  advantage: number | null;
+  /**
+   * Its part of the update, 0 to 1: the sum of the absolute weights of its tokens in the loss, divided by that of all
+   * samples.
+   */
+  share: number;
+  /**
+   * Why nothing was learnt from it; empty if something was.
+   */
+  reason: string;
+  /**
+   * What rewarded it.
+   */
+  scoring_function: string;
+  /**
+   * The versions that sampled it; empty if they are not known.
+   */
+  versions: string[];
+  /**
+   * When, in ISO-8601, UTC; null if that is not known.
+   */
+  sampled_at: string | null;
+}
+/**
  * The whole answer.
  */
 export interface ChatCompletion {
@@ -2006,6 +2200,142 @@ export interface FeedbackObject {
    * same, in updates of their own.
    */
   late?: boolean;
+}
+/**
+ * Which samples pushed an answer most, by products of gradients. That is an estimate of the first order, at the
+ * weights of one moment. It does not say what the answer would be without a sample.
+ */
+export interface WhyAnswer {
+  /**
+   * The version that gave the answer.
+   */
+  version: string;
+  /**
+   * The policy at which gradients were computed: that version, or the nearest one whose weights are here.
+   */
+  weights: string;
+  /**
+   * Whether gradients were scaled as AdamW scales them. If not, its state is not here.
+   */
+  preconditioned: boolean;
+  /**
+   * `cosine` or `score`: what the samples are ranked by.
+   */
+  ranked_by: string;
+  /**
+   * Log-probability of the answer at these weights, in nats.
+   */
+  logprob: number | null;
+  /**
+   * Samples that the version has learnt from, as far as they are known. A pair counts as one.
+   */
+  samples_total: number;
+  /**
+   * Samples that were looked at: those with the largest shares of the longest steps.
+   */
+  samples_looked_at: number;
+  /**
+   * What of the version's history is not known.
+   */
+  problems: string[];
+  /**
+   * The samples that pushed towards the answer most, the first one most.
+   */
+  towards: WhyPush[];
+  /**
+   * Those that pushed away from it most, the first one most.
+   */
+  away: WhyPush[];
+  /**
+   * What each update did, newest first.
+   */
+  updates: UpdatePush[];
+}
+/**
+ * A sample that pushed an answer.
+ */
+export interface WhyPush {
+  /**
+   * The id of the answer, or of the last one of the episode; null if a client sent it with the update, or if the key
+   * may not read it.
+   */
+  trajectory_id: string | null;
+  /**
+   * The key that has sent it; as in `keys`.
+   */
+  key: string | null;
+  /**
+   * Whether the asking key may read it. If not, only figures are here.
+   */
+  readable: boolean;
+  /**
+   * The end of its prompt, without special tokens.
+   */
+  prompt: string;
+  /**
+   * The beginning of the answer; of an episode, of the last one.
+   */
+  answer: string;
+  /**
+   * Its reward; null if it had none.
+   */
+  reward: number | null;
+  /**
+   * How much better than expected it was: the mean over its tokens. null if nothing was learnt from it.
+   */
+  advantage: number | null;
+  /**
+   * Its part of the update, 0 to 1: the sum of the absolute weights of its tokens in the loss, divided by that of all
+   * samples.
+   */
+  share: number;
+  /**
+   * Why nothing was learnt from it; empty if something was.
+   */
+  reason: string;
+  /**
+   * What rewarded it.
+   */
+  scoring_function: string;
+  /**
+   * The versions that sampled it; empty if they are not known.
+   */
+  versions: string[];
+  /**
+   * When, in ISO-8601, UTC; null if that is not known.
+   */
+  sampled_at: string | null;
+  /**
+   * The number of its update.
+   */
+  update: number;
+  /**
+   * By how much the sample is estimated to have changed the log-probability of the answer, in nats: above 0 if it
+   * made the answer more likely. Of a pair of answers, the pair, with the chosen answer as the sample.
+   */
+  score: number | null;
+  /**
+   * How alike two directions are, -1 to 1: the one in which the sample has moved the policy, and the one in which the
+   * answer becomes more likely. It is the score without regard to the weight of the sample and the lengths.
+   */
+  cosine: number | null;
+}
+/**
+ * What one update did to an answer, by its samples that were looked at.
+ */
+export interface UpdatePush {
+  /**
+   * Its number.
+   */
+  update: number;
+  /**
+   * The sum of the scores of its samples, in nats.
+   */
+  score: number | null;
+  /**
+   * Its samples that were looked at.
+   */
+  samples: number;
 }
 export interface Bodies {
   /**

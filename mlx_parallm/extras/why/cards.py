@@ -20,7 +20,7 @@ class KeyPart:
     trajectories the asking key may not read, all of them together."""
     trajectories: int
     """Trajectories of it that were learnt from. An episode counts as one."""
-    share: Figure
+    share: float
     """Its part, 0 to 1. Of an update: the sum of the shares of its trajectories. Of a version: the mean over its
     updates, each weighted by the length of its step, which is its learning rate times its step scale."""
 
@@ -46,7 +46,7 @@ class WhySample:
     """Its reward; null if it had none."""
     advantage: Figure | None
     """How much better than expected it was: the mean over its tokens. null if nothing was learnt from it."""
-    share: Figure
+    share: float
     """Its part of the update, 0 to 1: the sum of the absolute weights of its tokens in the loss, divided by that of all
     samples."""
     reason: str

@@ -6,6 +6,7 @@ import { Confirmed } from "../../components/confirmed";
 import { bytes, counted, date, number } from "../../format";
 import { now } from "../../live/stats";
 import { link } from "../../router";
+import { LearntFrom } from "../why/learnt-from";
 import { StartComparison } from "./comparisons";
 import type { Overview } from "./overview";
 import { WHERE } from "./versions";
@@ -44,6 +45,7 @@ export const Details = (properties: Properties) => {
         <Unload {...properties} />
         <a href={link("playground", "base", version.live ? version.name : version.id)}>Chat with it</a>
       </div>
+      {now.value?.training && <LearntFrom version={version.id} />}
     </Card>
   );
 };

@@ -2,6 +2,7 @@ import { useMemo } from "preact/hooks";
 import type { Edited, Sample, Turn } from "../../api/trajectories";
 import { Tokens } from "../../components/tokens";
 import { number } from "../../format";
+import { Pushed } from "../why/pushed";
 import { FATE_WORDS } from "./fates";
 import { because } from "./reasons";
 import { Thumbs } from "./thumbs";
@@ -47,6 +48,10 @@ export function SampleCard({ order, sample, isEdit, tint, largest, note, onDone 
           name={turns.length > 1 ? `${name}, turn ${place + 1}` : name}
         />
       ))}
+      {!isEdit &&
+        turns
+          .filter((turn) => turn.lora_version !== null && turn.lora_version !== "base@0")
+          .map((turn) => <Pushed key={turn.trajectory_id} id={turn.trajectory_id} name={name} />)}
       <Edits edits={turns.flatMap((turn) => turn.edits)} />
     </article>
   );
