@@ -17,7 +17,10 @@ _ANSWER = "traj-"
 """What the ids of collected answers begin with."""
 _READING_S, _PASSES_S = 600.0, 3600.0
 """A large journal takes long to read; an answer takes a backward pass for each sample, between requests."""
-_OF_VERSION = ("update", "made", "version", "learnt from", "answers", "mean reward", "step", "keys", "new settings")
+_OF_VERSION = (
+    *("update", "made", "version", "learnt from", "answers", "mean reward", "forgotten"),
+    *("step", "keys", "new settings"),
+)
 _OF_UPDATE = ("share", "reward", "advantage", "key", "answer", "what was said")
 _OF_ANSWER = ("push", "likeness", "update", "reward", "share", "key", "answer", "what was said")
 _SAID = 60
@@ -94,6 +97,7 @@ def _update_row(update: Mapping[str, Any]) -> tuple[object, ...]:
         update["signal"].replace("_", " "),
         update["trajectories"],
         _number(update["reward_mean"]),
+        update["forgotten"] or None,
         f"{update['learning_rate']:.2g}",
         _keys(update["keys"]) or update["problem"] or None,
         settings or None,

@@ -26,7 +26,14 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 def update(number: int, **fields: object) -> WhyUpdate:
     known = {"at": 1_800_000_000.0, "step": number, "version": f"tone@{number - 1}", "status": "published"}
     known |= {"signal": Signal.REWARDS, "learning_rate": 1e-3, "reward_mean": 0.5, "trajectories": 4, "left_out": 0}
-    known |= {"keys": KEYS, "scoring_functions": ("exact",), "changed_settings": {}, "problem": "", "samples": ()}
+    known |= {
+        "forgotten": 0,
+        "keys": KEYS,
+        "scoring_functions": ("exact",),
+        "changed_settings": {},
+        "problem": "",
+        "samples": (),
+    }
     return WhyUpdate(number, **{**known, **fields})  # type: ignore[arg-type]
 
 
@@ -49,7 +56,7 @@ def test_a_version_is_told_in_a_table(server, capsys) -> None:
     for text in (
         "starting from the base model, as it is",
         "ann 75%, the server's own tasks 20%, unnamed 5%",
-        "tone@3 rewards 4 0.50",
+        "tone@3 rewards 4 0.50 - 0.001",
         "optimizer.learning_rate 0.002",
         "removed",
         "checkpoint-3",

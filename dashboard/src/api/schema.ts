@@ -73,7 +73,7 @@ export type TrajectoryState3 = "waiting" | "scored" | "training" | "trained" | "
 export type Signal3 = "rewards" | "late_feedback" | "preferences" | "corrections";
 
 /**
- * Made by scripts/dashboard from /openapi.json; checksum 3ba0bd5268dde67056f888c0392afd5e.
+ * Made by scripts/dashboard from /openapi.json; checksum a689b3e027ea39695ce58d938602e77d.
  */
 export interface Page {
   Answers: Answers;
@@ -1841,6 +1841,10 @@ export interface WhyUpdate {
    * Trajectories in it that it learnt nothing from.
    */
   left_out: number;
+  /**
+   * Trajectories that were removed from it later, on request. It was made again without them.
+   */
+  forgotten: number;
   /**
    * The keys that have sent them.
    */

@@ -85,6 +85,8 @@ class WhyUpdate:
     """Trajectories that it learnt from; null if that is not known."""
     left_out: int
     """Trajectories in it that it learnt nothing from."""
+    forgotten: int
+    """Trajectories that were removed from it later, on request. It was made again without them."""
     keys: Sequence[KeyPart]
     """The keys that have sent them."""
     scoring_functions: Sequence[str]

@@ -194,6 +194,7 @@ def _update(past: PastUpdate, reader: Reader, before: LearningSettings | None) -
         reward_mean=body.metrics.get("reward_mean"),
         trajectories=None if past.problem else learnt,
         left_out=len(samples) - learnt,
+        forgotten=body.forgotten,
         keys=_keys(samples, reader),
         scoring_functions=sorted({sample.scorer for sample in samples}),
         changed_settings={name: value for name, value in now.items() if was and was.get(name) != value},

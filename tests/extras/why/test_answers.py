@@ -89,3 +89,25 @@ async def test_one_answer_at_a_time_and_a_client_that_leaves_gives_it_up(tmp_pat
         assert set(statuses) <= {200, 409}
         one, other = await asyncio.gather(*(client.post(WHY, json=body, timeout=60) for _ in range(2)))
         assert sorted([one.status_code, other.status_code]) == [200, 409]
+
+
+@pytest.mark.timeout(120)
+async def test_what_was_forgotten_is_counted_and_gone(tmp_path: Path) -> None:
+    async with serving(make(tmp_path)) as client:
+        await update(client, [PLANTED, OTHER])
+        collects = {"prompt": PROMPT, "n": 3, "max_tokens": 3, "collect_trajectory": True, "seed": 1}
+        ids = (await client.post("/v1/completions", json=collects)).json()["trajectory_ids"]
+        for at, each in enumerate(ids):
+            await client.post("/v1/training/feedback", json={"trajectory_id": each, "score": at})
+        assert (await client.post("/v1/training/update", json={}, timeout=60)).json()["status"] == "published"
+        before = (await client.get(WHY)).json()["updates"][0]
+        assert (before["trajectories"], before["forgotten"]) == (3, 0)
+        await client.post("/v1/training/forget", json={"trajectory_ids": [ids[0]]}, timeout=60)
+        while (card := (await client.get("/v1/training/forget")).json())["state"] in ("rebuilding", "removing"):
+            await asyncio.sleep(0.05)
+        assert card["state"] == "done"
+        found = (await client.get(WHY, params={"update": before["number"]})).json()
+        assert found["updates_total"] == 2
+        (after,) = found["updates"]
+        assert (after["trajectories"], after["forgotten"]) == (2, 1)
+        assert {sample["trajectory_id"] for sample in after["samples"]} == {*ids[1:]}
