@@ -68,10 +68,11 @@ def trainer_of(
     lora: ModelConfig = LORA,
     measure_kl: bool = True,
     compatible: bool = False,
+    dtype: mx.Dtype = mx.float32,
 ) -> tuple[GRPOTrainer, nn.Module]:
-    """The same over another model, which is changed."""
+    """The same over another model, which is changed. `dtype`: of its activations."""
     remove_adapters(model)
-    bank = AdapterBank(adapter_layout(model), 4, 8, mx.float32)
+    bank = AdapterBank(adapter_layout(model), 4, 8, dtype)
     install_adapters(model, bank)
     trainable = TrainableModel(
         model, bank, prepare(model, compatible), lambda *_: bool(settings.gradient_checkpointing)

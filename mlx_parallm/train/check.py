@@ -57,7 +57,8 @@ def _gradients(model: TrainableModel, served: nn.Module, vocab_size: int, recomp
         return (model.logits(hidden, spans) * weights).sum()
 
     def apart(params: Params) -> mx.array:
-        with model.bank.using(TrainingContext((LoraSpan(0, params, 1.0),))), training_mode(served, True):
+        context = TrainingContext((LoraSpan(0, params, 1.0),), dtype=model.dtype)
+        with model.bank.using(context), training_mode(served, True):
             first, other, third = (logits_alone(served, row) for row in (*rows, alone))
         rest = (other[_SHARED:] * weights[second : second + _RESTS[1]]).sum()
         return (first * weights[:second]).sum() + rest + (third * weights[last:]).sum()

@@ -27,14 +27,23 @@ class LoraSpan:
     params: Params
     scale: float
 
+    def factors(self, path: str, dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+        """a and scale · b of the linear at `path`, rounded to `dtype` as the adapter bank rounds them; None if it has
+        none. The gradients are those of the float32 factors, so that what several calls contribute is added in
+        float32."""
+        pair = self.params.get(path)
+        return None if pair is None else (pair["a"].astype(dtype), (self.scale * pair["b"]).astype(dtype))
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingContext:
     """The LoRA factors of a pass with gradients: every token uses those of its span. Takes the place of serving's
-    `ForwardContext`. `recomputed`: whether the backward pass computes each layer again."""
+    `ForwardContext`. `recomputed`: whether the backward pass computes each layer again. `dtype`: of the products of the
+    factors, unless their input is float32; the factors themselves and their gradients are float32."""
 
     spans: tuple[LoraSpan, ...]
     recomputed: bool = False
+    dtype: mx.Dtype = mx.float32
     _inputs: dict[int, tuple[mx.array, Sequence[mx.array]]] = field(default_factory=dict, repr=False)
 
     def adapt(self, _group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
@@ -43,15 +52,27 @@ class TrainingContext:
         if not any(path in span.params for span in self.spans):
             return y
         parts = zip(self.spans, self._inputs_of(x), self._split(y), strict=True)
-        return mx.concatenate([_adapted(span, path, *arrays) for span, *arrays in parts]).reshape(y.shape)
+        return mx.concatenate([self._adapted(span, path, *arrays) for span, *arrays in parts]).reshape(y.shape)
+
+    def _adapted(self, span: LoraSpan, path: str, x: mx.array, y: mx.array) -> mx.array:
+        """y + scale · (x a) b, of the tokens of a span; x is one of `_inputs_of`."""
+        pair = span.factors(path, self.dtype)
+        if pair is None:
+            return y
+        a, b = pair
+        return mx.addmm(y, x @ a, b) if y.dtype == self.dtype else y + (x @ a @ b).astype(y.dtype)
 
     def _inputs_of(self, x: mx.array) -> Sequence[mx.array]:
-        """What each span has of the input of a linear, float32. Linears that have the same input follow each other, so
-        the last one is kept."""
+        """What each span has of the input of a linear. Linears that have the same input follow each other, so the last
+        one is kept."""
         if id(x) not in self._inputs:
             self._inputs.clear()
-            self._inputs[id(x)] = x, self._split(x.astype(mx.float32))
+            self._inputs[id(x)] = x, self._split(self._input(x))
         return self._inputs[id(x)][1]
+
+    def _input(self, x: mx.array) -> mx.array:
+        """The input of a product, as the sampler or more exactly."""
+        return x if x.dtype == mx.float32 else x.astype(self.dtype)
 
     def _split(self, x: mx.array) -> Sequence[mx.array]:
         """[B, T, width] → what each span has of it, [tokens, width]."""
@@ -73,9 +94,9 @@ class TrainingContext:
     def adapt_experts(self, _group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
         """See `AdapterContext.adapt_experts`. With several spans, each multiplies all pairs and keeps its own."""
         for number, span in enumerate(self.spans):
-            if (pair := span.params.get(path)) is not None:
-                h = call.product(call.x.astype(mx.float32), pair["a"], call.experts)
-                change = span.scale * call.product(h, pair["b"], call.experts)
+            if (pair := span.factors(path, self.dtype)) is not None:
+                h = call.product(self._input(call.x), pair[0], call.experts)
+                change = call.product(h, pair[1], call.experts)
                 own = (call.adapters == number)[..., None, None]
                 y = y + mx.where(own, change, 0.0).astype(y.dtype)
         return y
@@ -85,35 +106,24 @@ class TrainingContext:
         starts = [*accumulate(span.tokens for span in self.spans)][:-1]
         changed = []
         for span, x, base in zip(self.spans, mx.split(call.x, starts), mx.split(y, starts), strict=True):
-            pair = span.params.get(path)
-            change = None if pair is None else call.change(x.astype(mx.float32), pair["a"][None], pair["b"][None])
-            changed.append(base if change is None else base + (span.scale * change).astype(y.dtype))
+            pair = span.factors(path, self.dtype)
+            change = None if pair is None else call.change(self._input(x), pair[0][None], pair[1][None])
+            changed.append(base if change is None else base + change.astype(y.dtype))
         return mx.concatenate(changed)
 
     def part(self, start: int, stop: int) -> TrainingContext:
         """See `AdapterContext.part`. The rows of a branch use the same factors."""
         stops = accumulate(span.tokens for span in self.spans)
         span = next(span for span, end in zip(self.spans, stops, strict=True) if stop <= end)
-        return self if len(self.spans) == 1 else TrainingContext((replace(span, tokens=stop - start),), self.recomputed)
+        return self if len(self.spans) == 1 else replace(self, spans=(replace(span, tokens=stop - start),), _inputs={})
 
     def of_paths(self, paths: Sequence[str]) -> list[Params]:
         """For each span, its factors of these linears."""
         return [{path: span.params[path] for path in paths if path in span.params} for span in self.spans]
 
     def with_params(self, params: Sequence[Params]) -> TrainingContext:
-        return TrainingContext(
-            tuple(LoraSpan(span.tokens, each, span.scale) for span, each in zip(self.spans, params, strict=True)),
-            self.recomputed,
-        )
-
-
-def _adapted(span: LoraSpan, path: str, x: mx.array, y: mx.array) -> mx.array:
-    """y + scale · (x a) b, of the tokens of a span; x is float32."""
-    pair = span.params.get(path)
-    if pair is None:
-        return y
-    low = span.scale * (x @ pair["a"])
-    return mx.addmm(y, low, pair["b"]) if y.dtype == low.dtype else y + (low @ pair["b"]).astype(y.dtype)
+        spans = (replace(span, params=each) for span, each in zip(self.spans, params, strict=True))
+        return replace(self, spans=tuple(spans), _inputs={})
 
 
 def adapted_paths(module: nn.Module) -> tuple[str, ...]:

@@ -71,6 +71,13 @@ class TrunkPass:
 class TrainableModel:
     """The served model with gradients for LoRA factors. Device thread only.
 
+    The factors and their gradients are float32. Over a bfloat16 model the products of the factors are bfloat16, as the
+    sampler computes them: they take less memory, and the gradients are as close to exact ones as with float32 products
+    (`benchmarks/studies/mismatch.py`). float16 has too small a range for gradients.
+
+    Attributes:
+        dtype: of the products of the factors.
+
     Args:
         model: its linear layers are the adapted ones of `bank`.
         plan: how the model runs over packed tokens, from `prepare`.
@@ -90,6 +97,7 @@ class TrainableModel:
             )
         self.bank = bank
         self.recomputes, self.segment = recomputes, segment
+        self.dtype = mx.bfloat16 if bank.dtype == mx.bfloat16 else mx.float32
         self._expected, self._cache_plan = Caches(model), plan
         self._outputs: list[mx.array] = []
         trunk = trunk_of(model)
@@ -122,7 +130,7 @@ class TrainableModel:
     def logits(self, hidden: mx.array, spans: Sequence[LoraSpan]) -> mx.array:
         """Logits [n, V] of hidden states [n, D], in the model's dtype. `spans`: the LoRA factors of all positions, in
         order; none: the base model."""
-        with self.bank.using(TrainingContext(tuple(spans)) if spans else None):
+        with self.bank.using(TrainingContext(tuple(spans), dtype=self.dtype) if spans else None):
             return hidden if self._head is None else self._head(hidden)
 
     def trunk(
@@ -135,7 +143,9 @@ class TrainableModel:
             spans: the LoRA factors of all tokens, in order; None: the base model.
             learns: whether the caller differentiates the result with respect to these factors.
         """
-        context = None if spans is None else TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans))
+        context = None
+        if spans is not None:
+            context = TrainingContext(tuple(spans), self._recomputed(tokens, branches, spans), self.dtype)
         positions = mx.array([at for branch in branches for at in branch.positions()], mx.int32)
         run = LearnedPass(PackedAttention(branches), positions, self._cache_plan, self.bank, self.segment)
         self._outputs.clear()

@@ -5,7 +5,9 @@ the model, with the adapter merged into its weights, samples all answers in one 
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
 
@@ -23,10 +25,11 @@ from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.trajectories import FEEDBACK, Episode
 from mlx_parallm.rl.updates.plateau import Plateau
 from mlx_parallm.train.context import Params
-from mlx_parallm.train.data import UpdateOutcome
+from mlx_parallm.train.data import UpdateOutcome, answered
 from mlx_parallm.train.policy import Policy
 from mlx_parallm.train.trainer import GRPOTrainer
 
+T = TypeVar("T")
 MEMORY = 8 << 30
 MICRO_BATCH_TOKENS = 512
 
@@ -94,33 +97,40 @@ class InProcess:
     Attributes:
         policy: it equals the base model after `restart`.
         events: what training has reported.
+
+    Args:
+        manager: the base model, without a bank or with one; None: the bundled one.
     """
 
     policy: Policy
     events: list[str]
 
-    def __init__(self, config: RLTrainingConfig, lora: ModelConfig) -> None:
-        self.training = config.resolved(float32=True, micro_batch_tokens=MICRO_BATCH_TOKENS)
-        manager = SharedModelManager(progress=False)
-        bank = manager.install_bank(1, lora.lora_rank)
+    def __init__(self, config: RLTrainingConfig, lora: ModelConfig, manager: SharedModelManager | None = None) -> None:
+        manager = manager or SharedModelManager(progress=False)
+        float32 = manager.plan.layout.dtype == mx.float32
+        self.training = config.resolved(float32, micro_batch_tokens=MICRO_BATCH_TOKENS)
+        bank = manager.bank or manager.install_bank(1, lora.lora_rank)
         footprint = footprint_of(manager.model, manager.plan, bank)
         model = trainable(self.training, footprint, manager, bank, MEMORY, Parts())
-        self._trainer = GRPOTrainer(model, self.training, lora, measure_kl=False)
-        self._trainer.pace(1e9)  # there are no requests
+        self.trainer = GRPOTrainer(model, self.training, lora, measure_kl=False)
+        self.trainer.pace(1e9)  # there are no requests
         self.restart(0)
 
     def restart(self, seed: int) -> None:
         """Begins with a new policy. `seed`: of its initial weights."""
-        self.policy, self.events = self._trainer.open("one", seed=seed), []
+        self.policy, self.events = self.trainer.open("one", seed=seed), []
         self._history = RewardHistory()
         self._plateau = Plateau("one", self.training.plateau, self._emit, lambda: self.training.update_frequency)
 
     def _emit(self, kind: str, **_: object) -> None:
         self.events.append(kind)
 
-    def update(self, groups: Sequence[tuple[Sequence[Answer], Sequence[float]]]) -> UpdateOutcome | None:
-        """Learns from answers and their rewards. None: they teach nothing."""
-        scored = [self._scored(answers, rewards) for answers, rewards in groups]
+    def update(
+        self, groups: Sequence[tuple[Sequence[Answer], Sequence[float]]], on_policy: bool = True
+    ) -> UpdateOutcome | None:
+        """Learns from answers and their rewards. None: they teach nothing. `on_policy`: the policy as it is has sampled
+        them."""
+        scored = [self._scored(answers, rewards, on_policy) for answers, rewards in groups]
         for group in scored:
             self._plateau.observe(group)
         if explores := self._plateau.explores:
@@ -129,15 +139,21 @@ class InProcess:
         batch = prepare(scored, self.training.loss, self._history, wanted, explores=explores).batch
         if not batch.teaches:
             return None
-        done = self._trainer.begin(self.policy, batch)
-        while self._trainer.waits():
-            self._trainer.advance()
-        return done.result()
+        return self._done(self.trainer.begin(self.policy, batch))
 
-    def _scored(self, answers: Sequence[Answer], rewards: Sequence[float]) -> ScoredGroup:
-        return ScoredGroup(
-            tuple(Episode((_trajectory(answer),)) for answer in answers), tuple(rewards), FEEDBACK, on_policy=True
-        )
+    def logprobs(self, answers: Sequence[Answer]) -> list[tuple[float, ...]]:
+        """Those of the tokens of each answer under the policy, in nats, as training computes them."""
+        data = [answered(each.prompt, each.tokens) for each in answers]
+        return self._done(self.trainer.logprobs(self.policy, data))
+
+    def _done(self, asked: Future[T]) -> T:
+        while self.trainer.waits():
+            self.trainer.advance()
+        return asked.result()
+
+    def _scored(self, answers: Sequence[Answer], rewards: Sequence[float], on_policy: bool) -> ScoredGroup:
+        episodes = tuple(Episode((_trajectory(answer),)) for answer in answers)
+        return ScoredGroup(episodes, tuple(rewards), FEEDBACK, on_policy=on_policy)
 
 
 def _trajectory(answer: Answer) -> Trajectory:
