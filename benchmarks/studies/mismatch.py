@@ -7,7 +7,8 @@ The engine's own forward pass samples from the bundled model, the trainer scores
 activations of several types (see `lib/mismatch/bases.py`): the difference of the log-probabilities of each token.
 Gradients in bfloat16 are compared with those of the same weights in float32. Then runs learn to answer with one word
 (`Verdict`, 4 prompts x 8 samples an update), with samplers that differ from the trainer, and with and without weights
-that correct for it. A sampler with 3-bit weights, and one that is a version old, differ more than any precision does.
+that correct for it. A sampler whose weights were rounded once more, and one that is a version old, differ more than any
+precision does.
 
 It runs on a GPU as it is. JSON is written after each part; --resume keeps what the file has. It takes about 30 minutes
 with one thread.
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
@@ -139,7 +140,6 @@ def _figures(results: Results) -> Iterator[Figure]:
             yield Figure(f"{arm.name}: reward of the last three", "", *reported([run.last for run in runs]))
             mismatch = [update["mismatch_kl"] for run in runs for update in run.updates if "mismatch_kl" in update]
             yield Figure(f"{arm.name}: mismatch KL of an update", "nats", *reported(mismatch))
-            yield Figure(f"{arm.name}: training of an update", "s", *reported([median(r.training_s) for r in runs]))
 
 
 def _draw(results: Results, file: Path) -> None:

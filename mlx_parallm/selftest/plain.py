@@ -76,13 +76,16 @@ class PlainModel:
         rows = self.logprobs([*answered.prompt, *answered.tokens[:-1]], adapter)[len(answered.prompt) - 1 :]
         return [float(row[token]) for row, token in zip(rows, answered.tokens, strict=True)]
 
-    def gradients(self, batch: Sequence[Answered], adapter: AdapterWeights, padding: int = 0) -> Gradients:
+    def gradients(
+        self, batch: Sequence[Answered], adapter: AdapterWeights, padding: int = 0, dtype: mx.Dtype = mx.float32
+    ) -> Gradients:
         """Gradients of the policy-gradient loss of GRPO by the adapter's factors, as MLX differentiates plain passes.
 
         The loss is the mean over the answers of -advantage · (mean logprob of the answer's tokens).
 
         Args:
             padding: tokens after each answer, which change the shapes of a pass and nothing else.
+            dtype: of the products of the factors.
         """
         factors: Factors = {
             path: {"a": mx.array(pair.a), "b": mx.array(pair.b)} for path, pair in adapter.pairs.items()
@@ -91,7 +94,7 @@ class PlainModel:
 
             def loss(params: Factors) -> mx.array:
                 for path, layer in layers.items():
-                    layer.lora_a, layer.lora_b = params[path]["a"], params[path]["b"]
+                    layer.lora_a, layer.lora_b = (params[path][name].astype(dtype) for name in "ab")
                 means = [each.advantage * self._mean_logprob(each, padding) for each in batch]
                 return -mx.stack(means).mean()
 

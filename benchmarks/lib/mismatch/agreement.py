@@ -58,7 +58,7 @@ PAIRINGS = (
     Pairing("4-bit, bfloat16 activations", FOUR_BITS_BF16, FOUR_BITS_BF16),
     Pairing("float32, 8-bit KV", FLOAT32, FLOAT32, kv_bits=8, long=True),
     Pairing("float32, 4-bit KV", FLOAT32, FLOAT32, kv_bits=4, long=True),
-    Pairing("3-bit sampler, float32 trainer", COARSE, FLOAT32),
+    Pairing("6-bit sampler, float32 trainer", COARSE, FLOAT32),
 )
 
 

@@ -5,7 +5,7 @@
     bfloat16 widened   the weights of the one above, computed in float32
     4-bit              the weights as they are stored, activations in float32
     4-bit bf16         the same with scales and activations in bfloat16, as most quantized models are published
-    coarse             float32 over weights that were rounded to fewer bits: what a sampler on a smaller copy would be
+    coarse             float32 over weights that were rounded once more, as in a copy of 6 bits
 
 On a CPU, MLX multiplies bfloat16 matrices slowly. There the products of a bfloat16 base are computed by the BLAS from
 float32 copies of the weights, and rounded. A product of two bfloat16 numbers is exact in float32, and a GPU adds them
@@ -26,7 +26,7 @@ from mlx_parallm.model.manager import SharedModelManager
 
 FLOAT32, BFLOAT16, WIDENED, COARSE = "float32", "bfloat16", "bfloat16 widened", "coarse"
 FOUR_BITS, FOUR_BITS_BF16 = "4-bit", "4-bit bf16"
-COARSE_BITS, COARSE_GROUP = 3, 64
+COARSE_BITS, COARSE_GROUP = 6, 64
 FEW_ROWS = 64
 
 

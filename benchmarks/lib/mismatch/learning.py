@@ -57,17 +57,16 @@ class Arm:
 
 ARMS = (
     Arm("float32"),
-    Arm("bfloat16, weights", BFLOAT16, BFLOAT16, Correction.WEIGHTS),
+    Arm("bfloat16, weighted", BFLOAT16, BFLOAT16, Correction.WEIGHTS),
     Arm("bfloat16, not corrected", BFLOAT16, BFLOAT16, Correction.NONE),
-    Arm("3-bit sampler, not corrected", COARSE, FLOAT32, Correction.NONE),
-    Arm("3-bit sampler, weights", COARSE, FLOAT32, Correction.WEIGHTS),
-    Arm("3-bit sampler, in the ratio", COARSE, FLOAT32, Correction.RATIO),
+    Arm("bfloat16, weighted, factors' products in float32", BFLOAT16, BFLOAT16, Correction.WEIGHTS, mx.float32),
+    Arm("bfloat16 sampler, float32 trainer, weighted", BFLOAT16, WIDENED, Correction.WEIGHTS),
+    Arm("6-bit sampler, not corrected", COARSE, FLOAT32, Correction.NONE),
+    Arm("6-bit sampler, weighted", COARSE, FLOAT32, Correction.WEIGHTS),
+    Arm("6-bit sampler, in the ratio", COARSE, FLOAT32, Correction.RATIO),
     Arm("a version old, not corrected", correction=Correction.NONE, old=True),
     Arm("a version old, in the ratio", old=True),
-    Arm("bfloat16, weights, factors' products in float32", BFLOAT16, BFLOAT16, Correction.WEIGHTS, mx.float32),
-    Arm("bfloat16 sampler, float32 trainer, weights", BFLOAT16, WIDENED, Correction.WEIGHTS),
 )
-
 
 @dataclass(slots=True)
 class LearningRun:
