@@ -68,6 +68,7 @@ ARMS = (
     Arm("a version old, in the ratio", old=True),
 )
 
+
 @dataclass(slots=True)
 class LearningRun:
     """One run. `rewards`: the mean reward of the samples of each update, before it. `updates`: the metrics `KEPT` of
