@@ -1,7 +1,7 @@
 """Compares our learning with that of TRL 1.16 on a CPU: the same model, data, adapters and hyper-parameters.
 
     python benchmarks/studies/beside_trl.py [--only exact sentiment …] [--seeds 0 1 2 3 4] [--updates 12]
-        [--resume] [--together] [--work DIR] [--out FILE] [--plot FILE]
+        [--sides ours TRL …] [--learning-rate 1e-3] [--resume] [--together] [--work DIR] [--out FILE] [--plot FILE]
 
 `exact`: one update from the same answers and the same adapter, by both: how far apart are losses, gradients and what
 is learnt? Then GRPO (the loss dapo) on four tasks: `sentiment` and `one word` of `lib/training/learning_tasks.py`,
@@ -10,7 +10,8 @@ is learnt? Then GRPO (the loss dapo) on four tasks: `sentiment` and `one word` o
 and the record is written after each one; --resume keeps the cells of the record. With --together, both sides of a cell
 run at the same time, which changes how long they take and nothing that they learn; the record has their processor time
 too. `times` measures three of them in turns, without anything beside them. TRL's side is a script with an environment
-of its own, made by uv, which downloads 3 GB once.
+of its own, made by uv, which downloads 3 GB once. Both sides have the same learning rate; our updates are also bounded
+by `max_kl_step`, which TRL has not, so one more of --sides is ours without it.
 """
 
 import argparse
@@ -20,7 +21,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,6 +31,7 @@ from benchmarks.lib.training.beside_cells import (
     DPO,
     KTO,
     SIDES,
+    UNBOUNDED,
     Bench,
     Cell,
     adapters_apart,
@@ -90,7 +91,7 @@ class Study:
 
     def __init__(self, arguments: argparse.Namespace, record: dict[str, Any]) -> None:
         self._arguments, self.record = arguments, record
-        self._bench = Bench(arguments.work, Setting())
+        self._bench = Bench(arguments.work, Setting(learning_rate=arguments.learning_rate))
         self._updates = arguments.updates
 
     def save(self) -> None:
@@ -137,14 +138,16 @@ class Study:
         return self._bench.grpo(part, seed, updates, TASKS[part].max_tokens)
 
     def cells(self, part: str, seed: int) -> None:
-        done = {(each["side"], each["task"], each["seed"]) for each in self.record["cells"]}
-        wanted = [side for side in SIDES if (side, part, seed) not in done]
+        rate = self._bench.setting.learning_rate
+        keys = ("side", "task", "seed", "learning_rate")
+        done = {tuple(each[key] for key in keys) for each in self.record["cells"]}
+        wanted = [side for side in self._arguments.sides if (side, part, seed, rate) not in done]
         order = self._order(part, seed, self._updates)
         results = self._bench.run_both(order, self._arguments.together, wanted)
         for side, (result, folder) in zip(wanted, results, strict=True):
             accuracy, margin = self._bench.held_out(folder / ADAPTER) if part in PREFERENCES else (None, None)
             found = (result["updates"], result["peak_mb"], result.get("tokens", 0), accuracy, margin)
-            cell = Cell(side, part, seed, *found)
+            cell = Cell(side, part, seed, rate, *found)
             self.record["cells"].append(asdict(cell))
             _show(cell)
             self.save()
@@ -186,8 +189,7 @@ def _show(cell: Cell) -> None:
         shown = f"loss {last[-1]['loss']:.3f}, held-out accuracy {cell.accuracy:.2f}, margin {cell.margin:.1f} nats"
     seconds = cell.updates[-1]["seconds"] / len(cell.updates)
     print(
-        f"{cell.task}, seed {cell.seed}, {cell.side}: {shown}; {seconds:.1f} s an update, "
-        f"{cell.processor_s:.1f} of the processor",
+        f"{cell.name}, seed {cell.seed}: {shown}; {seconds:.1f} s an update, {cell.processor_s:.1f} of the processor",
         flush=True,
     )
 
@@ -199,9 +201,8 @@ def _figures(record: dict[str, Any]) -> Iterator[Figure]:
         yield Figure(f"{each['name']}, loss apart", "", *reported([each["loss"]]), limit=APART)
         yield Figure(f"{each['name']}, gradient apart", "", *reported([each["gradient"]]), limit=APART)
     cells = [Cell(**each) for each in record["cells"]]
-    for part, side in product((*TASKS, *PREFERENCES), SIDES):
-        if found := [cell for cell in cells if (cell.task, cell.side) == (part, side)]:
-            yield from _of_cells(f"{part}, {side}", found)
+    for name in sorted({cell.name for cell in cells}):
+        yield from _of_cells(name, [cell for cell in cells if cell.name == name])
     for part in TIMED:
         times = [[each["seconds"] for each in record["times"] if _of(each) == (part, side)] for side in SIDES]
         if all(times):
@@ -233,6 +234,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
+    parser.add_argument("--sides", nargs="+", choices=(*SIDES, UNBOUNDED), default=SIDES)
+    parser.add_argument("--learning-rate", type=float, default=Setting().learning_rate)
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--resume", action="store_true", help="keep the cells of the record")
     parser.add_argument("--together", action="store_true", help="run both sides of a cell at the same time")

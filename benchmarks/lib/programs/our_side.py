@@ -285,7 +285,7 @@ async def run(order: Order) -> None:
         rl_training__optimizer__weight_decay=setting.weight_decay,
         rl_training__optimizer__max_grad_norm=setting.max_grad_norm,
         checkpointing__checkpoint_dir=str(folder / "run"),
-        **({"rl_training__optimizer__max_kl_step": None} if order.given else {}),  # TRL's step is never moved back
+        rl_training__optimizer__max_kl_step=order.max_kl_step,
     )
     async with server.session() as served:
         side = Side(served, order)

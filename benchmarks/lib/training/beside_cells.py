@@ -42,7 +42,7 @@ from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.train.policy import new_factors
 
-OURS, TRL = "ours", "TRL"
+OURS, TRL, UNBOUNDED = "ours", "TRL", "ours without max_kl_step"
 SIDES = (OURS, TRL)
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ROOT / "benchmarks" / "lib" / "programs"
@@ -51,7 +51,7 @@ TRAINED, HELD_OUT = slice(0, 16), slice(16, None)
 """Adjectives of the preference data."""
 HELD_OUT_PAIRS = 48
 CHECKED_PROMPTS = 8
-SFT_UPDATES, SFT_EXAMPLES = 4, 16
+SFT_UPDATES, SFT_EXAMPLES, SFT_RATE = 4, 16, 1e-3
 DPO, KTO = "dpo", "kto"
 
 
@@ -67,11 +67,18 @@ class Cell:
     side: str
     task: str
     seed: int
+    learning_rate: float
     updates: list[dict[str, Any]]
     peak_mb: float
     tokens: int = 0
     accuracy: float | None = None
     margin: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The task, the side, and the learning rate if it is another one than usual."""
+        usual = self.learning_rate == Setting().learning_rate
+        return f"{self.task}, {self.side}" + ("" if usual else f", learning rate {self.learning_rate:g}")
 
     @property
     def processor_s(self) -> float:
@@ -126,8 +133,9 @@ class Bench:
                 for _ in range(SFT_UPDATES)
             ]
             order = self._order("cross_entropy", self.adapter(0), "teach", updates=SFT_UPDATES)
-            self.run(OURS, replace(order, data=str(self._data("sums", batches))))
-            shutil.copytree(Path(order.folder) / ADAPTER, folder)
+            setting = {**order.setting, "learning_rate": SFT_RATE}
+            _, taught = self.run(OURS, replace(order, setting=setting, data=str(self._data("sums", batches))))
+            shutil.copytree(taught / ADAPTER, folder)
         return folder
 
     def preference_data(self, loss: str, seed: int, updates: int) -> Path:
@@ -157,7 +165,8 @@ class Bench:
 
     def _order(self, loss: str, adapter: Path, name: str, **fields: Any) -> Order:
         setting = {field: getattr(self.setting, field) for field in Setting.__dataclass_fields__}
-        return Order(loss, str(self.model_folder), str(adapter), str(self.folder / name), setting=setting, **fields)
+        folder = self.folder / f"{name}-{self.setting.learning_rate:g}"
+        return Order(loss, str(self.model_folder), str(adapter), str(folder), setting=setting, **fields)
 
     def grpo(self, task: str, seed: int, updates: int, max_tokens: int) -> Order:
         """Policy gradients on a task."""
@@ -190,7 +199,8 @@ class Bench:
         """One update from given answers. Gradients are not clipped."""
         order = self._order(loss, self.taught_sums(), f"step-{loss}-{scale}", given=rollouts)
         setting = {**order.setting, "max_grad_norm": 1e30}
-        return replace(order, setting=setting, max_tokens=max_tokens, scale_rewards=scale, keeps_gradients=True)
+        order = replace(order, setting=setting, max_tokens=max_tokens, max_kl_step=None)
+        return replace(order, scale_rewards=scale, keeps_gradients=True)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -200,7 +210,9 @@ class Bench:
         Raises:
             CellError: it has failed.
         """
-        folder = Path(order.folder) if side == OURS else Path(f"{order.folder}-trl")
+        folder = Path(f"{order.folder}-{side.replace(' ', '-')}")
+        if side == UNBOUNDED:
+            order = replace(order, max_kl_step=None)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         replace(order, folder=str(folder)).write(folder / "order.json")
@@ -301,7 +313,7 @@ def _answer_row(pair: Preference, right: bool) -> dict[str, Any]:
 
 def _call(side: str, order: Path, threads: int) -> None:
     """Runs a side's program; TRL's in an environment of its own, which uv makes and keeps."""
-    if side == OURS:
+    if side != TRL:
         command = [sys.executable, "-m", "benchmarks.lib.programs.our_side"]
     else:
         command = ["uv", "--quiet", "run", "--python", sys.executable, "--script", str(PROGRAMS / "trl_side.py")]

@@ -1,10 +1,11 @@
 """The curves of `studies/beside_trl.py`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-COLORS = {"ours": "tab:blue", "TRL": "tab:orange"}
+from benchmarks.lib.training.beside_cells import Cell
 
 
 def plot(record: dict[str, Any], file: Path) -> None:
@@ -13,25 +14,17 @@ def plot(record: dict[str, Any], file: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    tasks = list(dict.fromkeys(cell["task"] for cell in record["cells"]))
+    cells = [Cell(**each) for each in record["cells"]]
+    tasks = list(dict.fromkeys(cell.task for cell in cells))
     if not tasks:
         return
     figure = Figure(figsize=(3.2 * len(tasks), 5.6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(tasks), squeeze=False)
     for column, task in enumerate(tasks):
-        for side, color in COLORS.items():
-            cells = [cell for cell in record["cells"] if (cell["task"], cell["side"]) == (task, side)]
-            if not cells:
-                continue
-            runs, times = [_curve(cell) for cell in cells], [_times(cell) for cell in cells]
-            values, spent = list(zip(*runs, strict=False)), list(zip(*times, strict=False))
-            least, most = [min(of) for of in values], [max(of) for of in values]
-            answers = [_answers(record, task) * (at + 1) for at in range(len(values))]
-            for row, across in enumerate((answers, [fmean(of) for of in spent])):
-                panel = panels[row][column]
-                panel.plot(across, [fmean(of) for of in values], color=color, label=f"{side}, seeds: {len(runs)}")
-                panel.fill_between(across, least, most, color=color, alpha=0.2)
+        mine = [cell for cell in cells if cell.task == task]
+        for name in dict.fromkeys(cell.name for cell in mine):
+            _draw(panels[:, column], record, name.removeprefix(f"{task}, "), [c for c in mine if c.name == name])
         panels[0][column].set_title(task)
         panels[0][column].set_xlabel("answers")
         panels[1][column].set_xlabel("processor seconds")
@@ -41,12 +34,18 @@ def plot(record: dict[str, Any], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def _curve(cell: dict[str, Any]) -> list[float]:
-    return [update["loss" if cell["accuracy"] is not None else "reward"] for update in cell["updates"]]
-
-
-def _times(cell: dict[str, Any]) -> list[float]:
-    return [update["processor"] for update in cell["updates"]]
+def _draw(panels: Any, record: dict[str, Any], name: str, cells: Sequence[Cell]) -> None:
+    """One line in both panels of a task."""
+    values, spent = (
+        list(zip(*([update[key] for update in cell.updates] for cell in cells), strict=False))
+        for key in ("reward" if cells[0].accuracy is None else "loss", "processor")
+    )
+    answers = [_answers(record, cells[0].task) * (at + 1) for at in range(len(values))]
+    for panel, across in zip(panels, (answers, [fmean(of) for of in spent]), strict=True):
+        (line,) = panel.plot(across, [fmean(of) for of in values], label=f"{name} (seeds: {len(cells)})")
+        panel.fill_between(
+            across, [min(of) for of in values], [max(of) for of in values], color=line.get_color(), alpha=0.2
+        )
 
 
 def _answers(record: dict[str, Any], task: str) -> int:

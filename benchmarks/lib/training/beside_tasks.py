@@ -64,7 +64,8 @@ class Rollout:
 class Order:
     """One cell. `loss`: a name that both sides know, `grpo`, `bnpo`, `dapo`, `dr_grpo`, `dpo` or `kto`; ours also knows
     `cross_entropy`. `task`: its prompts are sampled from; empty: what is learnt from is in `given` (one update) or in
-    the file `data`. `adapter`: the one to begin with, in PEFT's format. `setting`: fields of `Setting`.
+    the file `data`. `adapter`: the one to begin with, in PEFT's format. `setting`: fields of `Setting`. `max_kl_step`:
+    how far an update of ours may move the policy, in nats a token; TRL has no such bound.
     """
 
     loss: str
@@ -76,6 +77,7 @@ class Order:
     updates: int = 1
     scale_rewards: str = "group"
     max_tokens: int = 16
+    max_kl_step: float | None = 0.2
     keeps_gradients: bool = False
     data: str = ""
     given: Sequence[Mapping[str, Any]] = field(default_factory=list)
