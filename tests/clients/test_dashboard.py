@@ -181,6 +181,26 @@ class TestTrajectories:
 
 
 @needs_chromium
+class TestWhy:
+    def test_what_a_version_learnt_from_and_what_pushed_its_answer(self, tmp_path: Path, pictures: Path) -> None:
+        save_tiny("llama", tmp_path / "model")
+        flags = ["--model-path", str(tmp_path / "model"), "--enable-rl-training", "--lora-rank", "4"]
+        server = start(*flags, "--checkpoint-dir", str(tmp_path / "run"))
+        try:
+            given = [{"prompt": "abc", "output": each, "reward": float(each == "d")} for each in "def"]
+            for _ in range(2):
+                server.post("/v1/training/update", trajectories=given)
+            body = {"prompt": "abc", "n": 2, "max_tokens": 4, "collect_trajectory": True}
+            answer = server.post("/v1/completions", **body)["trajectory_ids"][0]
+            versions = browse("why.versions", server.url, pictures, version="default@2")
+            answers = browse("why.answers", server.url, pictures, answer=answer)
+        finally:
+            stop(server)
+        assert {(seen["updates"], seen["answers"]) for seen in versions.values()} == {(2, 3)}
+        assert {seen["pushes"] for seen in answers.values()} == {6}
+
+
+@needs_chromium
 class TestLearning:
     def test_every_look_during_a_training_run(self, learning: Server, pictures: Path, report: Report) -> None:
         looks = browse("learning.looks", learning.url, pictures)

@@ -15,10 +15,12 @@ from rl.test_recovery import MANUAL, Run, did, finished_update
 from server.fakes import ByteTokenizer
 
 from mlx_parallm.core.readers import EVERYTHING, Reader
+from mlx_parallm.core.requests import Signal
 from mlx_parallm.errors import InvalidRequestError, UnknownModelError
 from mlx_parallm.extras.why.cards import WhyVersion
 from mlx_parallm.extras.why.service import Why
 from mlx_parallm.rl.runs.records import CHANGED
+from mlx_parallm.train.data import UpdateSettings
 
 STEPS = ["request", "people", "alone", "feedback", "tokens", "update", "given", "draft", "single", "dull", "withheld"]
 
@@ -128,3 +130,18 @@ async def test_what_a_compaction_has_removed_is_said(tmp_path: Path) -> None:
         assert (update.trajectories, update.keys, update.reward_mean) == (None, [], 0.5)
         assert "removed from the journal" in update.problem
         assert (found.trajectories, found.checkpoints) == (0, ["checkpoint-1"])
+
+
+async def test_a_pair_is_one_term_whose_sample_is_the_chosen_answer(tmp_path: Path) -> None:
+    async with Run(tmp_path / "journal.sqlite").process() as one:
+        one.learner.metrics |= {"learning_rate": 0.1, "grad_norm": 4 * MANUAL.optimizer.max_grad_norm}
+        pairs = [*reversed(GIVEN), *(replace(each, group_id="other", completion_ids=(7, 8)) for each in GIVEN)]
+        await one.service.update(given=pairs, signal=Signal.PREFERENCES)
+        service = Why(one.service, ByteTokenizer())
+        (past,) = [each async for each in service.past(await service.history(None, EVERYTHING))]
+        terms = [*past.terms(UpdateSettings.of(MANUAL))]
+        assert [sample.reward for sample, _, _ in terms] == [1.0, 1.0]
+        assert [len(term.data) for _, _, term in terms] == [2, 2]
+        assert [share for _, share, _ in terms] == pytest.approx([1 / 3, 2 / 3]), "of two tokens, and of four"
+        assert {term.totals.sequences for _, _, term in terms} == {4.0}
+        assert [term.step for _, _, term in terms] == pytest.approx([0.025] * 2), "clipping left a quarter"
