@@ -64,7 +64,7 @@ def forget(args: Namespace) -> int:
     with client.reading():
         card = _followed(client, card)
         if card["state"] == "failed":
-            raise ParaLLMError(f"it has failed, and the next start of the server tries it again: {card['reason']}")
+            raise ParaLLMError(f"failed; this command, or the server's next start, tries it again: {card['reason']}")
         show(args, card, _end_text(card))
         return int(card["state"] == "held")
 
@@ -82,7 +82,7 @@ def _followed(client: Client, card: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _end_text(card: Mapping[str, Any]) -> str:
     if card["state"] == "held":
-        return f"held, and nothing was changed: {card['reason']}; --ignore-floor makes it live all the same"
+        return f"held as it was: {card['reason']}; --ignore-floor makes the rebuilt one live all the same"
     return f"\nforgot {card['what']}; adapters that had learnt from it are rebuilt without it and live"
 
 

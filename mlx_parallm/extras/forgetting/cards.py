@@ -55,8 +55,9 @@ class ForgetCard:
     __pydantic_config__ = ANSWER
 
     state: Literal["none", "rebuilding", "removing", "done", "held", "failed"] = "none"
-    """`rebuilding`: updates are made again. `removing`: the rebuilt version is live. `held`: its evaluation is below
-    the floor, and nothing was changed. `failed`: the next start tries it again."""
+    """`rebuilding`: updates are made again. `removing`: the rebuilt version is live. `held`: an adapter's evaluation
+    is below the floor, so it stays as it is. `failed`: it is tried again when the server starts, or when something is
+    to be forgotten."""
     what: str = ""
     """What is forgotten, in words."""
     adapter: str = ""
@@ -66,4 +67,4 @@ class ForgetCard:
     updates: int = 0
     """Those that there are to look at."""
     reason: str = ""
-    """Why it was held or has failed."""
+    """Why it was held or has failed, by adapter."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from types import MappingProxyType
 from typing import Any
 
 from mlx_parallm.core.trajectories import GivenTrajectory
@@ -17,8 +18,8 @@ from mlx_parallm.rl.runs.records import PolicyChange, TrainedEpisode, TrainedGro
 from mlx_parallm.rl.runs.store import TRAJECTORY, JournalFile, Statements
 from mlx_parallm.rl.trajectories import ABOUT
 
-_EpisodeKey = tuple[str, str, str]
-"""Adapter, group and episode."""
+_Place = tuple[str, str, str, str]
+"""Where a trajectory belongs: adapter, owner, group and episode. Keys may have groups and episodes of the same ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +63,12 @@ class ForgetSpec:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What of one adapter is to be forgotten. `ids`: of trajectories that were collected; of an episode, all turns."""
+    """What of one adapter is to be forgotten. `ids`: of trajectories that were collected; of an episode, all turns.
+    `entries`: numbers of the journal's entries that came for groups and episodes of which nothing else is left."""
 
     spec: ForgetSpec
     ids: frozenset[str]
+    entries: frozenset[int] = frozenset()
 
     def has(self, change: PolicyChange) -> bool:
         """Whether an update has learnt from some of it."""
@@ -115,65 +118,82 @@ _ROWS_A_TIME = 500
 _ROWS = (
     "SELECT number, adapter, group_id, trajectory_id, kind, body FROM intake WHERE number > ? ORDER BY number LIMIT ?"
 )
-_JUDGEMENTS = ("feedback", "token_rewards", "episode_reward")
+_OF_ONE, _OF_SEVERAL = ("feedback", "token_rewards"), ("episode_reward", "closed")
+"""Kinds of entries that name a trajectory, and those for a group or an episode of an owner."""
 
 
 @dataclass(slots=True)
 class _Index:
-    """What the journal says of trajectories without their tokens. `episodes`: the turns of each, by adapter, group and
-    episode. `about`: the edits and preferences of an answer. `chosen`: those that are to be forgotten by themselves."""
+    """What the journal says of trajectories without their tokens. `episodes`: the turns of each. `about`: the edits and
+    preferences of an answer. `chosen`: those that are to be forgotten by themselves. `entries`: for groups, whose
+    episode is empty, and for episodes."""
 
-    adapters: dict[str, str] = field(default_factory=dict)
-    episode_of: dict[str, _EpisodeKey] = field(default_factory=dict)
-    episodes: defaultdict[_EpisodeKey, list[str]] = field(default_factory=lambda: defaultdict(list))
+    places: dict[str, _Place] = field(default_factory=dict)
+    episodes: defaultdict[_Place, list[str]] = field(default_factory=lambda: defaultdict(list))
     about: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     chosen: set[str] = field(default_factory=set)
+    entries: list[tuple[int, _Place]] = field(default_factory=list)
 
     def related(self, one: str) -> Iterator[str]:
         """Trajectories that have text of this one: turns of its episode, edits, and a copy for late feedback."""
-        yield from self.episodes.get(self.episode_of.get(one, ("", "", "")), ())
+        yield from self.episodes.get(self.places.get(one, ("", "", "", "")), ())
         yield from self.about.get(one, ())
-        yield from (copy for copy in [f"{LATE}{one}"] if copy in self.adapters)
+        yield from (copy for copy in [f"{LATE}{one}"] if copy in self.places)
+
+    def left_over(self, found: Collection[str]) -> Iterator[tuple[str, int]]:
+        """The adapters and the numbers of entries for which no other trajectory is left than those that are found."""
+        left = {place for one, place in self.places.items() if one not in found}
+        left |= {(*place[:3], "") for place in left}
+        yield from ((place[0], number) for number, place in self.entries if place not in left)
 
 
-def find(file: JournalFile, spec: ForgetSpec) -> dict[str, Forgotten]:
+def find(
+    file: JournalFile, spec: ForgetSpec, known: Mapping[str, Forgotten] = MappingProxyType({})
+) -> dict[str, Forgotten]:
     """What of each adapter is to be forgotten, by the adapter's name. Of an episode all turns are, since each has the
     text of those before it; and so are copies, edits and preferences of a trajectory. Blocks on the disk, for some
-    seconds if the journal is large."""
-    index, found = _indexed(file, spec), defaultdict[str, set[str]](set)
-    new = [*index.chosen]
+    seconds if the journal is large.
+
+    Args:
+        known: what was found before, which the journal may not have any more.
+    """
+    index, found = _indexed(file, spec), {name: set(each.ids) for name, each in known.items()}
+    new = [*index.chosen, *(one for ids in found.values() for one in ids)]
+    seen = set(new)
     while new:
         one = new.pop()
-        if one not in found[index.adapters[one]]:
-            found[index.adapters[one]].add(one)
-            new += index.related(one)
-    adapters = {*found, *_with_given(file, spec)}
-    return {adapter: Forgotten(spec, frozenset(found[adapter])) for adapter in sorted(adapters)}
+        if one in index.places:
+            found.setdefault(index.places[one][0], set()).add(one)
+        related = {each for each in index.related(one) if each not in seen}
+        seen |= related
+        new += related
+    entries = defaultdict[str, set[int]](set)
+    for adapter, number in index.left_over(seen):
+        entries[adapter].add(number)
+    adapters = sorted({*found, *_with_given(file, spec)})
+    return {name: Forgotten(spec, frozenset(found.get(name, ())), frozenset(entries[name])) for name in adapters}
 
 
 def _indexed(file: JournalFile, spec: ForgetSpec) -> _Index:
-    index, judged, number = _Index(), list[tuple[str, str, Mapping[str, Any]]](), 0
+    index, judged, number = _Index(), set[str](), 0
     while rows := file.rows(_ROWS, number, _ROWS_A_TIME):
-        for _, adapter, group_id, one, kind, text in rows:
+        for at, adapter, group_id, one, kind, text in rows:
             if kind == TRAJECTORY:
                 _add(index, spec, adapter, group_id, one, json.loads(text))
-            elif kind in _JUDGEMENTS and spec.key is not None:
-                judged.append((adapter, group_id, json.loads(text)))
+            elif kind in _OF_SEVERAL:
+                _add_entry(index, at, (adapter, group_id), json.loads(text))
+            elif kind in _OF_ONE and spec.key is not None and json.loads(text).get("key") == spec.key:
+                judged.add(one)
         number = rows[-1][0]
-    for adapter, group_id, entry in judged:
-        if entry.get("key") == spec.key:
-            turns = index.episodes.get((adapter, group_id, entry.get("episode_id", "")), ())
-            named = [one for one in (entry.get("trajectory_id"),) if one in index.adapters]
-            index.chosen.update([*turns, *named])
+    index.chosen |= judged & index.places.keys()
     return index
 
 
 def _add(index: _Index, spec: ForgetSpec, adapter: str, group_id: str, one: str, body: Mapping[str, Any]) -> None:
     collection, (since, until) = body["collection"], spec.span
-    index.adapters[one] = adapter
-    if episode_id := collection.get("episode_id"):
-        index.episode_of[one] = (adapter, group_id, episode_id)
-        index.episodes[adapter, group_id, episode_id].append(one)
+    place = index.places[one] = (adapter, body.get("owner") or "", group_id, collection.get("episode_id") or "")
+    if place[3]:
+        index.episodes[place].append(one)
     if isinstance(about := collection.get("metadata", {}).get(ABOUT), str):
         index.about[about].append(one)
     if spec.key is not None:
@@ -184,23 +204,28 @@ def _add(index: _Index, spec: ForgetSpec, adapter: str, group_id: str, one: str,
         index.chosen.add(one)
 
 
+def _add_entry(index: _Index, number: int, of: tuple[str, str], entry: Mapping[str, Any]) -> None:
+    if (owner := entry.get("key")) is not None:  # otherwise an older version wrote it
+        index.entries.append((number, (of[0], owner, of[1], entry.get("episode_id", ""))))
+
+
 _REMOVE = ("DELETE FROM intake WHERE trajectory_id = ?", "DELETE FROM ends WHERE trajectory_id = ?")
-_REMOVE_JUDGEMENTS = "DELETE FROM intake WHERE adapter = ? AND kind = 'episode_reward' AND instr(body, ?)"
-_REMOVE_ENTRIES = (
+_REMOVE_ENTRY = f"DELETE FROM intake WHERE number = ? AND kind IN {_OF_SEVERAL}"
+_REMOVE_REST = (
     "DELETE FROM intake WHERE adapter = ? AND trajectory_id IS NULL AND NOT EXISTS (SELECT 1 FROM intake t WHERE "
     f"t.kind = '{TRAJECTORY}' AND t.adapter = intake.adapter AND t.group_id = intake.group_id)"
 )
+"""Removes what came for groups of which no trajectory is left."""
 _SET_BODY = "UPDATE changes SET body = ? WHERE adapter = ? AND number = ?"
 
 
 def removal(adapter: str, forgotten: Forgotten, edited: Mapping[int, Update]) -> Statements:
-    """Removes what the journal has of what is forgotten, and of groups of which nothing is left. `edited`: by number,
-    the new records of updates."""
-    ids = [(one,) for one in sorted(forgotten.ids)]
+    """Removes what the journal has of what is forgotten, and what came for it. `edited`: by number, the new records of
+    updates."""
+    ids, entries = ([(one,) for one in sorted(some)] for some in (forgotten.ids, forgotten.entries))
     bodies = [(body_to_json(body)[1], adapter, number) for number, body in edited.items()]
-    key = json.dumps({"key": forgotten.spec.key}, ensure_ascii=False)[1:-1]
-    judged = [(_REMOVE_JUDGEMENTS, [(adapter, key)])] if forgotten.spec.key is not None else []
-    return [(_SET_BODY, bodies), *((each, ids) for each in _REMOVE), *judged, (_REMOVE_ENTRIES, [(adapter,)])]
+    of_ids = [(statement, ids) for statement in _REMOVE]
+    return [(_SET_BODY, bodies), *of_ids, (_REMOVE_ENTRY, entries), (_REMOVE_REST, [(adapter,)])]
 
 
 def _with_given(file: JournalFile, spec: ForgetSpec) -> list[str]:

@@ -29,6 +29,7 @@ class Rebuild:
     Limits of divergence, which had accepted the updates, are not applied.
 
     Attributes:
+        plan: what is made again, and from where.
         rewards: what the updates up to now have left of rewards.
         edited: by number, the records of the updates from which something was removed.
         episodes: those that were left out.
@@ -49,7 +50,8 @@ class Rebuild:
         self.edited: dict[int, Update] = {}
         self.episodes = 0
         self.forgotten = forgotten
-        self._plan, self._file, self._present = plan, file, present
+        self.plan = plan
+        self._file, self._present = file, present
         self._settings: Mapping[str, LearningSettings] = {}
 
     async def run(self, training: AdapterTraining, on_update: Callable[[int], None]) -> None:
@@ -61,7 +63,7 @@ class Rebuild:
             ConflictError: the journal lacks what an update has learnt from, or a new policy was made of another seed.
         """
         self._settings = await asyncio.to_thread(self._file.settings)
-        plan = self._plan
+        plan = self.plan
         if plan.origin is not None:
             self.rewards.restore(plan.origin.metrics)
         elif not plan.base and plan.changes:
@@ -121,11 +123,11 @@ class Rebuild:
 
     def _is_later(self, change: PolicyChange, episode: TrainedEpisode, known: _Known) -> bool:
         """Whether a version that had learnt from what is forgotten has sampled an episode, or may have."""
-        if not self.forgotten.spec.from_scratch or change.number < self._plan.affected[0]:
+        if not self.forgotten.spec.from_scratch or change.number < self.plan.affected[0]:
             return False
         versions = [given.adapter for given in episode.given]
         versions += [known[one].adapter for one in episode.trajectory_ids if one in known]
-        return any(v is None or (v.name == change.adapter and v.version in self._plan.tainted) for v in versions)
+        return any(v is None or (v.name == change.adapter and v.version in self.plan.tainted) for v in versions)
 
     def _teacher_logprobs(
         self, change: PolicyChange, groups: list[TrainedGroup], known: _Known

@@ -3,8 +3,9 @@
     begin ─▶ intent on the disk ─▶ for each adapter: rebuild ─▶ one commit: the new policy, the journal without it
                                                       │          ─▶ live ─▶ remove: checkpoints, log, caches
                                                       └─ held: nothing changes
-A process that ends on the way goes on at its next start: the intent is in the journal until all is removed. Requests
-are answered all the time; the updates of the adapter wait.
+A process that ends on the way goes on at its next start: the intent is in the journal until all is removed. What has
+failed is tried again by the next start, and when something else is to be forgotten. Requests are answered all the time;
+the updates of the adapter wait.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.runs import JOURNAL
@@ -50,6 +52,25 @@ _READ = "SELECT value FROM about WHERE name = 'forgetting'"
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Intent:
+    """What is still to be forgotten on one request. `found`: by adapter; those that are done are taken out."""
+
+    spec: ForgetSpec
+    found: dict[str, Forgotten]
+    ignore_floor: bool
+
+    def to_json(self) -> dict[str, object]:
+        ids = {name: sorted(each.ids) for name, each in self.found.items()}
+        return {"spec": asdict(self.spec), "found": ids, "ignore_floor": self.ignore_floor}
+
+    @classmethod
+    def from_json(cls, stored: Mapping[str, Any]) -> _Intent:
+        spec = ForgetSpec(**{**stored["spec"], "trajectory_ids": tuple(stored["spec"]["trajectory_ids"])})
+        found = {name: Forgotten(spec, frozenset(ids)) for name, ids in stored["found"].items()}
+        return cls(spec, found, stored["ignore_floor"])
+
+
 class Forgetting:
     """Forgets one thing at a time. Event loop's thread only.
 
@@ -68,7 +89,7 @@ class Forgetting:
         self._training, self._engine = training, engine
         self._rule, self._journal = checkpointing.remove_forgotten, journal
         self._card = ForgetCard()
-        self._task: asyncio.Task[None] | None = None
+        self._is_busy = False
 
     @property
     def card(self) -> ForgetCard:
@@ -83,7 +104,7 @@ class Forgetting:
         return ForgetPlan(str(spec), tuple([await self._part(name, each) for name, each in found.items()]), self._rule)
 
     async def begin(self, spec: ForgetSpec, ignore_floor: bool = False) -> ForgetCard:
-        """Begins to forget, when that is on the disk.
+        """Begins to forget, when that is on the disk. Updates under way end first.
 
         Args:
             ignore_floor: adapters go live even if their evaluation is below `gate.eval_floor`.
@@ -94,22 +115,31 @@ class Forgetting:
                 or two of its versions are being compared.
             StorageError: it could not be written.
         """
-        if self._task is not None:
+        if self._is_busy:
             raise ConflictError("Something is being forgotten already; GET /v1/training/forget shows it.")
-        found = await self._find(spec)
-        for name in found:
-            self._training.loop(name)
-            self._training.check_changeable(name)
-        for part in [await self._part(name, each) for name, each in found.items()]:
-            if part.problem:
-                raise ConflictError(part.problem)
-        await self._note(spec, found, ignore_floor)
-        self._spawn(spec, found, ignore_floor)
+        self._is_busy = True
+        try:
+            for name in self._training.status().trained:
+                await self._training.loop(name).settled()
+            spec = replace(spec, asked_at=time.time())
+            found = await self._find(spec)
+            for name in found:
+                self._training.loop(name)
+                self._training.check_changeable(name)
+            for part in [await self._part(name, each) for name, each in found.items()]:
+                if part.problem:
+                    raise ConflictError(part.problem)
+            intents = [*await self._noted(), *([_Intent(spec, found, ignore_floor)] if found else [])]
+            await self._note(intents)
+        except BaseException:  # a cancelled caller too
+            self._is_busy = False
+            raise
+        self._spawn(intents, str(spec))
         return self._card
 
-    def _spawn(self, spec: ForgetSpec, found: Mapping[str, Forgotten], ignore_floor: bool) -> None:
-        self._card = ForgetCard("rebuilding" if found else "done", str(spec))
-        self._task = self._training.changes.spawn(self._forget(spec, found, ignore_floor))
+    def _spawn(self, intents: Sequence[_Intent], what: str) -> None:
+        self._is_busy, self._card = True, ForgetCard("rebuilding" if intents else "done", what)
+        self._training.changes.spawn(self._forget(intents, what))
 
     async def _find(self, spec: ForgetSpec) -> dict[str, Forgotten]:
         found = await self._read(partial(find, spec=spec))
@@ -154,86 +184,101 @@ class Forgetting:
 
     async def resume(self) -> None:
         """Goes on with what the last process did not finish. Call this when training has started."""
-        stored = await self._training.parts.journal.read(lambda file: file.rows(_READ))
-        if not stored:
-            return
-        intent = json.loads(stored[0][0])
-        spec = ForgetSpec(**{**intent["spec"], "trajectory_ids": tuple(intent["spec"]["trajectory_ids"])})
-        found = {name: Forgotten(spec, frozenset(ids)) for name, ids in intent["found"].items()}
-        _log.info("%s is forgotten, as the last process has begun", spec)
-        self._spawn(spec, found, intent["ignore_floor"])
+        if intents := await self._noted():
+            what = " and ".join(str(intent.spec) for intent in intents)
+            _log.info("%s is forgotten, as the last process has begun", what)
+            self._spawn(intents, what)
 
-    async def _forget(self, spec: ForgetSpec, found: Mapping[str, Forgotten], ignore_floor: bool) -> None:
-        left = dict(found)
+    async def _forget(self, intents: Sequence[_Intent], what: str) -> None:
+        """Works through what is to be forgotten, adapter by adapter. One that fails does not stop the others."""
+        held, failed = dict[str, str](), dict[str, str]()
         try:
-            for name, forgotten in found.items():
-                refusal = await self._forget_of(name, forgotten, ignore_floor)
-                if refusal:
-                    await self._training.parts.journal.rewrite(lambda _: [(_CLEAR, [()])])
-                    self._card = replace(self._card, state="held", reason=refusal)
-                    return
-                del left[name]
-                await self._note(spec, left, ignore_floor)
-            self._card = replace(self._card, state="done")
-        except asyncio.CancelledError:
-            raise
-        except ParaLLMError as error:
-            _log.error("%s was not forgotten: %s; the next start tries it again", spec, error)
-            self._card = replace(self._card, state="failed", reason=str(error))
+            for intent, name in [(each, name) for each in intents for name in each.found]:
+                try:
+                    if refusal := await self._forget_of(name, intents, intent):
+                        held[name] = refusal
+                    del intent.found[name]
+                    await self._note(intents)
+                except Exception as error:  # noqa: BLE001 - whatever it is, the card says it, and it is tried again
+                    _log.exception("%s of %s was not forgotten", intent.spec, name)
+                    failed[name] = str(error) or type(error).__name__
+            with suppress(StorageError):  # only names and ids are left in the WAL, until the next commits
+                await self._training.parts.journal.read(JournalFile.clean)
+            state: Literal["failed", "held", "done"] = "failed" if failed else "held" if held else "done"
+            reason = "; ".join(f"{name}: {each}" for name, each in (failed or held).items())
+            self._card = replace(self._card, state=state, reason=reason)
         finally:
-            self._task = None
+            self._is_busy = False
 
-    async def _forget_of(self, name: str, forgotten: Forgotten, ignore_floor: bool) -> str:
+    async def _forget_of(self, name: str, intents: Sequence[_Intent], intent: _Intent) -> str:
         """Forgets what one adapter has learnt. Returns why its gate holds it; empty: it is done."""
-        loop, cards = self._training.loop(name), self._training.parts.checkpoints.cards
-        with closing(JournalFile(self._journal, read_only=True)) as file:
-            steps = plan(name, await asyncio.to_thread(file.changes, name), cards(name), forgotten)
-            work = partial(self._replace, name, steps, forgotten, file, ignore_floor)
-            if refusal := await loop.rebuild(work):
-                return refusal
+        is_deleted = not any(await self._read(lambda file: file.count(name)))
+        if is_deleted and not self._training.has_adapter(name):
+            return ""
+        if refusal := await self._training.loop(name).rebuild(partial(self._replace, name, intents, intent)):
+            return refusal
         self._card = replace(self._card, state="removing", adapter=name)
+        cards = self._training.parts.checkpoints.cards(name)
         changes = await self._read(lambda file: file.changes(name))
-        await self._remove(name, forgotten, outdated(changes, cards(name)))
+        await self._remove(name, intent.found[name], outdated(changes, cards))
         return ""
 
     async def _replace(
         self,
         name: str,
-        steps: RebuildPlan | None,
-        forgotten: Forgotten,
-        file: JournalFile,
-        ignore_floor: bool,
+        intents: Sequence[_Intent],
+        intent: _Intent,
         training: AdapterTraining,
         changes: PolicyJournal,
     ) -> str:
         """Replaces the policy, if it has learnt from what is forgotten, and removes that from the journal and from
-        memory, so that no update takes it. Returns why the gate holds it."""
+        memory, so that no update takes it. No update is under way. Returns why the gate holds it."""
         journal = self._training.parts.journal
-        if steps is None:
-            await journal.rewrite(lambda _: removal(name, forgotten, {}))
-        else:
-            present = LearningSettings(training.config.seed, UpdateSettings.of(training.config))
-            floor = None if ignore_floor else training.config.gate.eval_floor
-            rebuild = Rebuild(steps, forgotten, file, present)
-            async with training.rebuilding(await _origin(steps, training)):
-                await rebuild.run(training, partial(self._progress, name, len(steps.changes)))
-                commit = partial(self._commit, steps, rebuild, changes, name)
-                refusal = await training.replace(rebuild.rewards, floor, steps.continues, commit)
-                if refusal is not None:
-                    return refusal.reason
-            made = {"updates": len(steps.learnt), "episodes": rebuild.episodes, "version": str(training.live)}
-            self._training.emit("forgotten", adapter=name, **made)
+        await journal.rewrite(lambda _: ())  # a compaction that is under way ends first
+        forgotten = await self._found_now(name, intent)
+        await self._note(intents)
+        with closing(JournalFile(self._journal, read_only=True)) as file:
+            steps = plan(name, await asyncio.to_thread(file.changes, name), training.checkpoints.cards(), forgotten)
+            if steps is not None:
+                present = LearningSettings(training.config.seed, UpdateSettings.of(training.config))
+                rebuild = Rebuild(steps, forgotten, file, present)
+                if refusal := await self._rebuild(rebuild, training, changes, intent.ignore_floor):
+                    return refusal
+        forgotten = await self._found_now(name, intent)  # opinions have made copies meanwhile
+        await journal.rewrite(lambda _: removal(name, forgotten, {}))
+        training.plateau.forget(forgotten.ids)
         self._training.trajectories.buffer.remove(forgotten.ids, DropReason.FORGOTTEN)
         return ""
 
-    async def _commit(
-        self, steps: RebuildPlan, rebuild: Rebuild, changes: PolicyJournal, name: str, card: CheckpointCard
-    ) -> None:
+    async def _found_now(self, name: str, intent: _Intent) -> Forgotten:
+        """What of an adapter is to be forgotten, with what was made of it since that was found last."""
+        found = (await self._read(partial(find, spec=intent.spec, known=intent.found))).get(name)
+        if found is not None:
+            intent.found[name] = found
+        return intent.found[name]
+
+    async def _rebuild(
+        self, rebuild: Rebuild, training: AdapterTraining, changes: PolicyJournal, ignore_floor: bool
+    ) -> str:
+        """Returns why the gate holds the policy."""
+        steps, name = rebuild.plan, training.name
+        floor = None if ignore_floor else training.config.gate.eval_floor
+        async with training.rebuilding(await _origin(steps, training)):
+            await rebuild.run(training, partial(self._progress, name, len(steps.changes)))
+            commit = partial(self._commit, rebuild, changes, name)
+            refusal = await training.replace(rebuild.rewards, floor, steps.continues, commit)
+        if refusal is not None:
+            return refusal.reason
+        made = {"updates": len(steps.learnt), "episodes": rebuild.episodes, "version": str(training.live)}
+        self._training.emit("forgotten", adapter=name, **made)
+        return ""
+
+    async def _commit(self, rebuild: Rebuild, changes: PolicyJournal, name: str, card: CheckpointCard) -> None:
         def edits(_: JournalFile) -> Statements:
             return removal(name, rebuild.forgotten, rebuild.edited)
 
         try:
-            await changes.rebuilt(card, steps.affected[0], steps.continues, edits)
+            await changes.rebuilt(card, rebuild.plan.affected[0], rebuild.plan.continues, edits)
         except StorageError:
             await self._training.parts.checkpoints.remove(name, [card.name])
             raise
@@ -258,12 +303,15 @@ class Forgetting:
 
     # -- the journal -----------------------------------------------------------------------------
 
-    async def _note(self, spec: ForgetSpec, found: Mapping[str, Forgotten], ignore_floor: bool) -> None:
+    async def _note(self, intents: Sequence[_Intent]) -> None:
         """Keeps what is still to be forgotten, for a start after a crash."""
-        ids = {name: sorted(each.ids) for name, each in found.items()}
-        text = json.dumps({"spec": asdict(spec), "found": ids, "ignore_floor": ignore_floor})
-        statement = (_SET, [(text,)]) if found else (_CLEAR, [()])
+        left = [intent.to_json() for intent in intents if intent.found]
+        statement = (_SET, [(json.dumps(left),)]) if left else (_CLEAR, [()])
         await self._training.parts.journal.rewrite(lambda _: [statement])
+
+    async def _noted(self) -> list[_Intent]:
+        stored = await self._training.parts.journal.read(lambda file: file.rows(_READ))
+        return [_Intent.from_json(each) for each in json.loads(stored[0][0])] if stored else []
 
     async def _read(self, read: Callable[[JournalFile], T]) -> T:
         """Reads the journal by a connection of its own, so that commits need not wait for it."""

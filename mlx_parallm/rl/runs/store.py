@@ -335,9 +335,11 @@ class JournalFile:
         if self._connection is None:
             return
         try:
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            ((busy, _, _),) = self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as error:
             raise StorageError(f"the journal of the run was not cleaned: {reason_of(error)}; do it again") from error
+        if busy:
+            raise StorageError("the journal of the run was not cleaned: another program reads it; do it again later")
 
     def move_into_place(self) -> None:
         """Copies the rows in the WAL into the main file, so that less depends on the WAL. If a reader is in the way or

@@ -374,8 +374,10 @@ class AdapterTraining:
         try:
             metrics = {**({} if result is None else result.metrics), **self._histories()}
             card = await self.checkpoints.save(ref, policy, metrics)
+            if card.adapter != ref:  # an earlier version has the same policy, and its checkpoint other metrics
+                step_there = 1 + max(each.step for each in self.checkpoints.cards())
+                card = await self.checkpoints.save(ref, policy, metrics, step=step_there)
             await commit(card)
-            await self.checkpoints.set_latest(card.name)  # it may be an earlier one, of the same policy
         except BaseException:  # a cancelled caller too
             self.rewards = earlier
             self.checkpoints.set_best(best)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import count
 
 from mlx_parallm.config import PlateauConfig
@@ -108,8 +108,12 @@ class Plateau:
     @property
     def remembered_ids(self) -> list[str]:
         """The ids of the trajectories of the best answers so far, which an update may learn from again."""
-        episodes = (episode for _, _, kept in self._best for episode in kept.episodes)
-        return [turn.trajectory_id for episode in episodes for turn in episode.turns if isinstance(turn, Trajectory)]
+        return [one for _, _, kept in self._best for one in _ids(kept)]
+
+    def forget(self, trajectory_ids: Collection[str]) -> None:
+        """Forgets the best answers that have one of these trajectories."""
+        self._best = [each for each in self._best if _ids(each[2]).isdisjoint(trajectory_ids)]
+        heapq.heapify(self._best)
 
     @property
     def advice(self) -> str:
@@ -142,3 +146,8 @@ class Plateau:
             self._emit("plateau", adapter=self._name, reward=level, reason=self.advice)
         elif ended:
             self._emit("plateau_ended", adapter=self._name)
+
+
+def _ids(group: ScoredGroup) -> set[str]:
+    turns = (turn for episode in group.episodes for turn in episode.turns)
+    return {turn.trajectory_id for turn in turns if isinstance(turn, Trajectory)}
