@@ -18,7 +18,7 @@ from mlx_parallm.train.accumulation import Contribution
 from mlx_parallm.train.data import Datum, UpdateBatch, UpdateOutcome
 from mlx_parallm.train.jobs import Parts
 from mlx_parallm.train.losses import UpdateTotals
-from mlx_parallm.train.policy import PolicySnapshot, PolicyState
+from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState
 from mlx_parallm.train.trainer import GRPOTrainer
 
 T = TypeVar("T")
@@ -163,6 +163,21 @@ class Learner:
     def state(self, name: str) -> PolicyState:
         """The current policy by reference. Nothing is copied; its memory is in use while the state is referenced."""
         return self.trainer.policies[name].state
+
+    async def loaded(self, snapshot: PolicySnapshot) -> Policy:
+        """A policy that is not in training, from a checkpoint. Its memory is in use while it is referenced.
+
+        Raises:
+            InvalidRequestError: see `Policy`.
+        """
+        trainer = self.trainer
+
+        def load() -> Policy:
+            policy = Policy(trainer.model.layout, trainer.lora, trainer.config.seed, snapshot)
+            trainer.hold(policy)
+            return policy
+
+        return await self._device.run(load)
 
     async def snapshot(self, state: PolicyState | PolicySnapshot) -> PolicySnapshot:
         """A copy in host memory, made in parts; requests and updates continue between them."""

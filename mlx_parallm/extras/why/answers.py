@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.json_values import fields_of
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.trajectories import GivenTrajectory
-from mlx_parallm.errors import ConflictError, InvalidRequestError, ParaLLMError, UnknownTrajectoryError, shown
+from mlx_parallm.errors import (
+    AdapterFileError,
+    ConflictError,
+    InvalidRequestError,
+    UnknownModelError,
+    UnknownTrajectoryError,
+    shown,
+)
 from mlx_parallm.extras.why.cards import UpdatePush, WhyAnswer, WhyPush
 from mlx_parallm.extras.why.influence import Push, Pushes, Term, Weights, influences
 from mlx_parallm.extras.why.past import PastSample
 from mlx_parallm.rl.objectives import data_of
 from mlx_parallm.rl.trajectories import Episode, Turn
 from mlx_parallm.train.data import Datum, UpdateSettings
-from mlx_parallm.train.policy import PolicyState
+from mlx_parallm.train.policy import PolicySnapshot, PolicyState
 
 if TYPE_CHECKING:
     from mlx_parallm.extras.why.service import History, Why
@@ -134,30 +143,46 @@ class Answers:
     async def _weights(self, history: History) -> tuple[Weights, str]:
         """The weights of a version or, if they are not here any more, those of its adapter that are; and whose they
         are. The optimizer's state is that of the same moment or, if that is not kept, of the policy in training."""
-        name, live, latest = history.adapter, None, ""
+        name, version, live, latest = history.adapter, history.version, None, ""
         if self._training.has_adapter(name):
             loop = self._training.loop(name)
             await loop.settled()
             live = self._parts.learner.state(name)
             latest = name if loop.training.unpublished else str(loop.training.versions.latest)
-        if live is not None and history.version in (name, latest):
-            return Weights(live), history.version
-        cards = self._parts.checkpoints.cards(name)
-        optimizer = live if isinstance(live, PolicyState) else None
-        for card in reversed([card for card in cards if str(card.adapter) == history.version]):
-            _, snapshot = await self._parts.checkpoints.load(name, card.name)
-            return Weights(snapshot, optimizer), f"{history.version}, from {card.name}"
-        try:
-            if self._parts.policy_of is not None:
-                return Weights(await self._parts.policy_of(_ref(history.version)), optimizer), history.version
-        except ParaLLMError:
-            pass  # it is not here any more
+        if live is not None and version in (name, latest):
+            return Weights(live), version
+        cards = self._parts.checkpoints.cards(name)[::-1]
+        own = [card for card in cards if str(card.adapter) == version]
+        if (found := await self._saved(own, live)) is not None:
+            return found
+        if (served := await self._served(version)) is not None:
+            policy = await self._parts.learner.loaded(served)
+            return Weights(policy.state, live, policy), version
         if live is not None:
-            return Weights(live), f"the policy of {name} in training, because {history.version} has no weights here"
-        if not cards:
-            raise ConflictError(f"No weights of {history.version} are here, and {name} is not in training.")
-        ref, snapshot = await self._parts.checkpoints.load(name, cards[-1].name)
-        return Weights(snapshot), f"{ref}, from {cards[-1].name}, because {history.version} has no weights here"
+            return Weights(live), f"the policy of {name} in training, because those of {version} are not here any more"
+        if (found := await self._saved(cards, None)) is not None:
+            return found
+        raise ConflictError(f"No weights of {version} are here, and {name} is not in training.")
+
+    async def _saved(
+        self, cards: Sequence[CheckpointCard], optimizer: PolicyState | None
+    ) -> tuple[Weights, str] | None:
+        """The weights of the first checkpoint that can be read; None: none can."""
+        for card in cards:
+            with suppress(AdapterFileError, UnknownModelError):  # damaged, or pruned meanwhile
+                _, snapshot = await self._parts.checkpoints.load(card.adapter.name, card.name)
+                policy = await self._parts.learner.loaded(snapshot)
+                return Weights(policy.state, optimizer, policy), f"{card.adapter}, from {card.name}"
+        return None
+
+    async def _served(self, version: str) -> PolicySnapshot | None:
+        """A policy of the weights from which a version is served; None: it is not."""
+        if self._parts.policy_of is None:
+            return None
+        try:
+            return await self._parts.policy_of(_ref(version))
+        except (AdapterFileError, UnknownModelError):
+            return None
 
     def _ranked(self, spec: AnswerSpec, reader: Reader, samples: Sequence[_Sample], pushes: Pushes) -> dict[str, Any]:
         """The ranks of the samples, and the sums of updates. Call it in a worker thread, because texts are decoded."""

@@ -30,7 +30,7 @@ from mlx_parallm.train.jobs import Parts
 from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.pacing import Stage, StageKind
 from mlx_parallm.train.packing import pack, split_samples
-from mlx_parallm.train.policy import Policy, PolicySnapshot, PolicyState
+from mlx_parallm.train.policy import Policy, PolicyState
 from mlx_parallm.train.trainer import GRPOTrainer
 
 _TOGETHER = 8
@@ -73,20 +73,18 @@ class Pushes:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Where gradients are computed. `optimizer`: whose state scales them, if `policy` has none."""
+    """Where gradients are computed. `optimizer`: whose state scales them, if that of `state` has made no step.
+    `loaded`: the policy that was loaded for this."""
 
-    policy: PolicyState | PolicySnapshot
+    state: PolicyState
     optimizer: PolicyState | None = None
+    loaded: Policy | None = None
 
 
 def influences(trainer: GRPOTrainer, weights: Weights, answer: Datum, terms: Sequence[Term]) -> Parts[Pushes]:
-    """Computes what each term has pushed the tokens of the answer that have a weight; terms share
-    backward passes as far as they fit. Nothing of any policy changes.
-
-    Raises:
-        InvalidRequestError: the weights have another shape than those that are trained here.
-    """
-    gradients = _Gradients(trainer, _state(trainer, weights.policy))
+    """Computes what each term has pushed the tokens of the answer that have a weight. Terms share backward passes as
+    far as they fit. Nothing of any policy changes."""
+    gradients = _Gradients(trainer, weights.state)
     loss = alone(trainer.config.loss, algorithm=Algorithm.CROSS_ENTROPY)
     ((target, logprob),) = yield from gradients.of([Term([answer], loss, UpdateTotals(1.0, 1.0), 1.0)])
     metric = _Metric.of([gradients.state, weights.optimizer], trainer.config.optimizer)
@@ -121,14 +119,6 @@ class _Held:
     """Device memory of a job."""
 
     nbytes: int
-
-
-def _state(trainer: GRPOTrainer, weights: PolicyState | PolicySnapshot) -> PolicyState:
-    if isinstance(weights, PolicyState):
-        return weights
-    policy = Policy(trainer.model.layout, trainer.lora, trainer.config.seed, weights)
-    trainer.hold(policy)
-    return policy.state
 
 
 class _Gradients:

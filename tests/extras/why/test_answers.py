@@ -75,6 +75,22 @@ async def test_a_collected_answer_is_asked_about_by_its_id(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(120)
+async def test_the_weights_are_those_of_the_version_as_long_as_they_are_anywhere(tmp_path: Path) -> None:
+    async with serving(make(tmp_path, adapters__max_loras=2, adapters__max_cpu_loras=0)) as client:
+        await update(client, [PLANTED, OTHER])
+        await client.post("/v1/training/checkpoint", json={"lora_name": "default"}, timeout=60)
+        before = await asked(client, completion=PLANTED)
+        for number in range(3):
+            await update(client, [[60 + number, 61], [70 + number, 71]])
+        after = await asked(client, version="default@1", completion=PLANTED)
+        assert after["weights"] == "default@1, from checkpoint-1"
+        of_version = ("towards", "away", "logprob", "preconditioned")
+        assert [after[name] for name in of_version] == [before[name] for name in of_version]
+        gone = await asked(client, version="default@2", completion=PLANTED)
+        assert gone["weights"].startswith(("default@2", "the policy of default in training"))
+
+
+@pytest.mark.timeout(120)
 async def test_one_answer_at_a_time_and_a_client_that_leaves_gives_it_up(tmp_path: Path) -> None:
     async with serving(make(tmp_path)) as client:
         many = [[at, at + 1, *range(100, 180)] for at in range(60)]

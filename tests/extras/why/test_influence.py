@@ -105,8 +105,11 @@ def test_nothing_of_a_policy_changes_and_a_checkpoint_gives_the_same() -> None:
     kept = trainer.accumulate(policy, drawn[:3], LOSS[Algorithm.GRPO])
     before = leaves(policy)
     live = trainer.run(influences(trainer, Weights(policy.state), ANSWER, terms(drawn)))
-    saved = trainer.run(influences(trainer, Weights(copy), ANSWER, terms(drawn)))
-    bare = trainer.run(influences(trainer, Weights(replace(copy, optimizer={}), policy.state), ANSWER, terms(drawn)))
+    of_copy, without = (
+        Policy(trainer.model.layout, trainer.lora, 0, each).state for each in (copy, replace(copy, optimizer={}))
+    )
+    saved = trainer.run(influences(trainer, Weights(of_copy), ANSWER, terms(drawn)))
+    bare = trainer.run(influences(trainer, Weights(without, policy.state), ANSWER, terms(drawn)))
     _, one, other, third = finish(trainer, kept, live, saved, bare)
     assert one == other == third
     assert leaves(policy).keys() == before.keys()
