@@ -145,6 +145,7 @@ def _answer_text(found: Mapping[str, Any]) -> str:
     looked_at = f"{found['samples_looked_at']} of {found['samples_total']} answers"
     lines = [
         f"This answer is of {found['version']}, and {looked_at} that it learnt from were looked at.",
+        *([_unreadable(found["samples_unreadable"])] if found["samples_unreadable"] else []),
         *(f"Not known: {problem}." for problem in found["problems"]),
         "",
         *_ranked("pushed towards it most", found["towards"]),
@@ -155,6 +156,10 @@ def _answer_text(found: Mapping[str, Any]) -> str:
         "only a rebuild without it shows: `mlx_parallm forget --trajectory ID`.",
     ]
     return "\n".join(lines)
+
+
+def _unreadable(count: int) -> str:
+    return f"{count} of them {'is' if count == 1 else 'are'} of other keys, and left out."
 
 
 def _ranked(what: str, samples: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -85,10 +85,13 @@ def test_an_update_is_told_by_its_answers(server, capsys) -> None:
 
 def test_an_answer_is_told_by_what_pushed_it(server, capsys) -> None:
     push = WhyPush(**{name: getattr(SAMPLE, name) for name in SAMPLE.__slots__}, update=4, score=1.5, cosine=0.25)
-    card = WhyAnswer("tone@3", "tone@3", True, "cosine", -3.0, 9, 8, ("gone",), (push,), (), (UpdatePush(4, 1.5, 8),))
+    card = WhyAnswer(
+        "tone@3", "tone@3", True, "cosine", -3.0, 9, 1, 8, ("gone",), (push,), (), (UpdatePush(4, 1.5, 8),)
+    )
     shown = said(server, capsys, card, "traj-b-0", "--samples", "8")
     assert server.posted[0][2] == {"trajectory_id": "traj-b-0", "samples": 8}
     assert "8 of 9 answers" in shown
+    assert "1 of them is of other keys" in shown
     assert "+1.5 +0.25 4 1.00 75.0% ann traj-a-0 Where? → Here." in shown
     assert "Nothing pushed away from it." in shown
     assert "Not known: gone." in shown

@@ -265,7 +265,7 @@ class FakeWhy(Asked):
             reader.named(spec.version.partition("@")[0], "policy")
         elif spec.trajectory_id != "traj-0":
             raise UnknownTrajectoryError("no such answer")
-        return WhyAnswer("math@2", "math@2", True, "cosine", -1.5, 0, 0, (), (), (), ())
+        return WhyAnswer("math@2", "math@2", True, "cosine", -1.5, 0, 0, 0, (), (), (), ())
 
     async def version(self, version, number, limit, reader):
         name = reader.named(None if version is None else version.partition("@")[0], "policy")

@@ -73,7 +73,7 @@ export type TrajectoryState3 = "waiting" | "scored" | "training" | "trained" | "
 export type Signal3 = "rewards" | "late_feedback" | "preferences" | "corrections";
 
 /**
- * Made by scripts/dashboard from /openapi.json; checksum a689b3e027ea39695ce58d938602e77d.
+ * Made by scripts/dashboard from /openapi.json; checksum f98c3739f5ff672455af228c6f0592cd.
  */
 export interface Page {
   Answers: Answers;
@@ -2234,6 +2234,10 @@ export interface WhyAnswer {
    * Samples that the version has learnt from, as far as they are known. A pair counts as one.
    */
   samples_total: number;
+  /**
+   * Samples that the key may not read, which are left out.
+   */
+  samples_unreadable: number;
   /**
    * Samples that were looked at: those with the largest shares of the longest steps.
    */

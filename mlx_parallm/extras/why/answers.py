@@ -62,6 +62,14 @@ class _Sample:
     term: Term
 
 
+@dataclass(slots=True)
+class _Count:
+    """Samples of a version, and those of them that the reader may not read."""
+
+    all: int = 0
+    unreadable: int = 0
+
+
 class Answers:
     """Finds what pushed answers, one at a time. Its passes share the device time of training with updates. Event loop's
     thread only."""
@@ -87,7 +95,7 @@ class Answers:
         async with self._one_at_a_time:
             answer, version = await self._asked(spec, reader)
             history = await self._why.history(version, reader)
-            samples, total, problems = await self._largest(history, spec.samples)
+            samples, count, problems = await self._largest(history, spec.samples, reader)
             if not samples:
                 raise ConflictError(
                     "; ".join([f"{history.version} has learnt from nothing that is known", *problems]) + "."
@@ -101,7 +109,8 @@ class Answers:
                 weights=where,
                 preconditioned=pushes.preconditioned,
                 logprob=pushes.logprob,
-                samples_total=total,
+                samples_total=count.all,
+                samples_unreadable=count.unreadable,
                 samples_looked_at=len(samples),
                 problems=problems,
                 **ranked,
@@ -122,23 +131,27 @@ class Answers:
             )
         return fate.trajectory, str(version)
 
-    async def _largest(self, history: History, most: int) -> tuple[list[_Sample], int, list[str]]:
+    async def _largest(self, history: History, most: int, reader: Reader) -> tuple[list[_Sample], _Count, list[str]]:
         """The samples of a version with the largest shares of the longest steps, newest first if they are equal; how
-        many it has; and what of its history is not known."""
+        many it has; and what of its history is not known. Those that the reader may not read are left out, because
+        products with answers of its choice would tell what is in them."""
         found: list[tuple[float, int, int, _Sample]] = []
-        total, unknown = 0, list[int]()
+        count, unknown = _Count(), list[int]()
         configured = UpdateSettings.of(self._parts.config)
         async for past in self._why.past(history):
             number = past.change.number
             unknown += [number] if past.problem else []
             for sample, share, term in past.terms(configured):
-                total += 1
-                entry = (share * past.learning_rate, number, total, _Sample(number, sample, term))
+                count.all += 1
+                if not sample.is_readable(reader):
+                    count.unreadable += 1
+                    continue
+                entry = (share * past.learning_rate, number, count.all, _Sample(number, sample, term))
                 if len(found) < most:
                     heapq.heappush(found, entry)
                 else:
                     heapq.heappushpop(found, entry)
-        return [entry[-1] for entry in sorted(found, reverse=True)], total, _problems(history, unknown)
+        return [entry[-1] for entry in sorted(found, reverse=True)], count, _problems(history, unknown)
 
     async def _weights(self, history: History) -> tuple[Weights, str]:
         """The weights of a version or, if they are not here any more, those of its adapter that are; and whose they

@@ -176,6 +176,8 @@ class WhyAnswer:
     """Log-probability of the answer at these weights, in nats."""
     samples_total: int
     """Samples that the version has learnt from, as far as they are known. A pair counts as one."""
+    samples_unreadable: int
+    """Samples that the key may not read, which are left out."""
     samples_looked_at: int
     """Samples that were looked at: those with the largest shares of the longest steps."""
     problems: Sequence[str]

@@ -12,6 +12,7 @@ from functools import partial
 from statistics import fmean
 
 from mlx_parallm.config import LossKind, ResolvedLoss
+from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.extras.why.influence import Term, alone
 from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup, episode_data, prepare
@@ -57,6 +58,9 @@ class PastSample:
         """The key that has sent it. None: not known, or several have."""
         owners = {turn.owner for turn in self.turns}
         return owners.pop() if len(owners) == 1 else None
+
+    def is_readable(self, reader: Reader) -> bool:
+        return all(reader.may_read(turn.owner) for turn in self.turns)
 
     @property
     def trajectory_id(self) -> str | None:

@@ -101,7 +101,7 @@ async def answer(
     """The samples of a version that pushed one of its answers most, by products of gradients: which update they were
     in, and by how much they are estimated to have changed the answer's log-probability. The passes take turns with
     requests, as updates do, one answer at a time (409); if the client leaves, the rest is given up. No policy changes.
-    A key sees of the trajectories of others only figures."""
+    Samples that the key may not read are left out, and counted."""
     why: Why = services.require_extra("why")
     async with while_connected(request.receive, services.lifecycle.expired):
         given = None

@@ -147,7 +147,7 @@ class Why:
 
     def sample(self, sample: PastSample, reader: Reader) -> WhySample:
         """A sample as the reader may see it. Call it in a worker thread, because texts are decoded."""
-        readable, last = _is_readable(sample, reader), sample.turns[-1]
+        readable, last = sample.is_readable(reader), sample.turns[-1]
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         versions = {str(turn.adapter) for turn in sample.turns if turn.adapter is not None}
         return WhySample(
@@ -164,10 +164,6 @@ class Why:
             versions=sorted(versions),
             sampled_at=last.created if isinstance(last, Trajectory) else None,
         )
-
-
-def _is_readable(sample: PastSample, reader: Reader) -> bool:
-    return all(reader.may_read(turn.owner) for turn in sample.turns)
 
 
 def _beginning(text: str) -> str:
@@ -208,7 +204,7 @@ def _keys(samples: Sequence[PastSample], reader: Reader) -> list[KeyPart]:
     found: dict[str | None, list[float]] = {}
     for sample in samples:
         if not sample.reason:
-            found.setdefault(sample.owner if _is_readable(sample, reader) else None, []).append(sample.share)
+            found.setdefault(sample.owner if sample.is_readable(reader) else None, []).append(sample.share)
     parts = [KeyPart(key, len(shares), sum(shares)) for key, shares in found.items()]
     return sorted(parts, key=lambda part: -part.share)
 

@@ -145,3 +145,16 @@ async def test_a_pair_is_one_term_whose_sample_is_the_chosen_answer(tmp_path: Pa
         assert [share for _, share, _ in terms] == pytest.approx([1 / 3, 2 / 3]), "of two tokens, and of four"
         assert {term.totals.sequences for _, _, term in terms} == {4.0}
         assert [term.step for _, _, term in terms] == pytest.approx([0.025] * 2), "clipping left a quarter"
+
+
+async def test_products_with_samples_of_other_keys_are_not_computed(tmp_path: Path) -> None:
+    """They would tell a key whether its guess of another's answer is right."""
+    async with Run(tmp_path / "journal.sqlite").process() as one:
+        one.learner.metrics["learning_rate"] = 0.1
+        both = [replace(each, owner=key, group_id=key) for key in ("ann", "bob") for each in GIVEN]
+        await one.service.update(given=both)
+        service = Why(one.service, ByteTokenizer())
+        history = await service.history(None, EVERYTHING)
+        for reader, keys, unreadable in ((EVERYTHING, {"ann", "bob"}, 0), (Reader("bob"), {"bob"}, 2)):
+            samples, count, _ = await service.answers._largest(history, 100, reader)
+            assert ({each.sample.owner for each in samples}, count.all, count.unreadable) == (keys, 4, unreadable)
