@@ -315,6 +315,13 @@ class CheckpointFolder:
             atomic.replace_file(self.path / TAGS, _tags_file(changed))
             self.tags = changed
 
+    def untag(self, tag: str) -> None:
+        """Takes a tag from the checkpoint that has it."""
+        if tag in self.tags:
+            left = {other: name for other, name in self.tags.items() if other != tag}
+            atomic.replace_file(self.path / TAGS, _tags_file(left))
+            self.tags = left
+
     def set_latest(self, name: str) -> None:
         atomic.replace_file(self.path / LATEST, f"{name}\n".encode())
         self.latest = name
@@ -578,6 +585,12 @@ class CheckpointStore:
             folder, manifest = self._named(adapter_name, which)
             folder.tag(checkpoint_name(manifest.step), [tag])
             return folder.card(manifest)
+
+    def untag(self, adapter_name: str, tag: str) -> None:
+        """Takes a tag from the checkpoint that has it, which may then be pruned. Raises StorageError."""
+        with self._lock, _disk(f"the tag {tag} of {adapter_name} was not removed"):
+            if (folder := self._folders.get(adapter_name)) is not None:
+                folder.untag(tag)
 
     def set_latest(self, adapter_name: str, which: str) -> CheckpointCard:
         """Makes `latest` mean an older checkpoint, from which training continues.

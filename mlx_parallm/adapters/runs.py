@@ -355,6 +355,13 @@ class KeptVersions:
                 self._write(adapter, replace(old, live=new, found=found, at=time.time()))
                 self._prune(adapter, known)
 
+    def remove(self, refs: Collection[AdapterRef]) -> None:
+        """Removes the copies of versions. Raises OSError."""
+        with self._lock:
+            for path in map(self.copy_of, refs):
+                if path is not None and path.is_dir():
+                    atomic.remove(atomic.hide(path))
+
     def forget(self, adapter: str) -> None:
         """Forgets an adapter, whose folder is being removed."""
         with self._lock:

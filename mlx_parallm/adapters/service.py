@@ -520,6 +520,12 @@ class AdapterService:
         """See `AdapterRegistry.discard`."""
         self._registry.discard(ref)
 
+    async def remove(self, refs: Sequence[AdapterRef]) -> None:
+        """Discards versions, and removes the copies of them in the run. Raises OSError."""
+        for ref in refs:
+            self._registry.discard(ref)
+        await asyncio.to_thread(self._library.kept.remove, refs)
+
     # -- unloading, routes and rollbacks ---------------------------------------------------------
 
     async def unload(self, selector: str, base: str | None = None) -> tuple[AdapterRef, ...]:

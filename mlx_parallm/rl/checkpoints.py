@@ -91,6 +91,10 @@ class PolicyCheckpoints:
         """Gives a checkpoint a tag, and takes it from the one that had it. A tagged one is not pruned."""
         await asyncio.to_thread(self._store.tag, name, checkpoint, tag)
 
+    async def untag(self, name: str, tag: str) -> None:
+        """Takes a tag from the checkpoint that has it. Raises StorageError."""
+        await asyncio.to_thread(self._store.untag, name, tag)
+
     async def set_latest(self, name: str, checkpoint: str) -> None:
         """Makes a restart of the server resume from this checkpoint, until there is a newer one."""
         await asyncio.to_thread(self._store.set_latest, name, checkpoint)
@@ -209,6 +213,14 @@ class AdapterCheckpoints:
             return
         self._lease.close()
         self._lease, self.best = lease, best
+
+    async def forget_best(self, cards: Collection[CheckpointCard]) -> None:
+        """There is no best version any more, if it is in one of these checkpoints. Raises StorageError."""
+        best = self.best
+        if best is not None and best.ref in {card.adapter for card in cards}:
+            self.set_best(None)
+        if any(BEST in card.tags for card in cards):
+            await self._checkpoints.untag(self._name, BEST)
 
     async def load(self, which: str) -> TrainedVersion:
         """See `PolicyCheckpoints.load`."""

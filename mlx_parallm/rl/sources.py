@@ -164,6 +164,10 @@ class SourceLedger:
             if share:
                 self._of[adapter].steps[owner] += metrics.get("step_scale", 1.0) * share / total
 
+    def forget_key(self, adapter: str, key: str) -> None:
+        """The adapter has nothing any more of what it had learnt from a key."""
+        self._of[adapter].steps.pop(key, None)
+
     def evaluated(self, adapter: str, mean: float) -> None:
         self._of[adapter].evaluations.measured(mean)
 

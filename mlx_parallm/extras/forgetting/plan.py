@@ -14,8 +14,8 @@ from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.extras.forgetting.forgotten import Forgotten, only
-from mlx_parallm.rl.runs.lineage import Lineage, lineage
-from mlx_parallm.rl.runs.records import PolicyChange, Rollback, TrainedEpisode, TrainedGroup, Update
+from mlx_parallm.rl.runs.lineage import Lineage, is_replaced, lineage
+from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.updates.adapter_training import CHANGE
 from mlx_parallm.rl.updates.recovery import ref_of
 
@@ -29,7 +29,7 @@ class RebuildPlan:
     Attributes:
         origin: the checkpoint that it starts from; None: `base`.
         base: the version that training started from; empty: a new policy.
-        changes: the updates after that, in order.
+        changes: the updates after that, in order, and the starts of training from versions of elsewhere.
         learnt: the numbers of those that the policy consists of. From the others, which were rolled back, only the
             baselines of rewards are made again.
         affected: the numbers of the updates that have learnt from what is to be forgotten.
@@ -76,13 +76,20 @@ def plan(
             f"{adapter} cannot be built anew: changes {first} to {last} of it are gone from the journal "
             f"({_RETENTION}), and no checkpoint before update {affected[0]} is left."
         )
-    after = tuple(change for change in changes if change.number > number and isinstance(change.body, Update))
+    known = {f"{adapter}@{change.body.version}" for change in changes if isinstance(change.body, Update)}
+    known |= {str(card.adapter) for card in cards}
+    after = tuple(
+        change
+        for change in changes
+        if change.number > number
+        and (isinstance(change.body, Update) or (isinstance(change.body, Start) and change.body.base not in known))
+    )
     if reduced := [change.number for change in after if isinstance(change.body, Update) and change.body.reduced]:
         raise ConflictError(
             f"{adapter} cannot be built anew: what updates {reduced[0]} to {reduced[-1]} have learnt from is gone from "
             f"the journal ({_RETENTION})."
         )
-    continues = _last_before(whole, affected[0]) if forgotten.spec.from_scratch else None
+    continues = _last_before(changes, whole, affected[0]) if forgotten.spec.from_scratch else None
     later = (change.body for change in changes if change.number >= affected[0])
     made = [body.version for body in later if isinstance(body, Update) and body.version is not None]
     saved = [card.adapter.version for card in tainted(cards, affected[0])]
@@ -95,7 +102,8 @@ def _origin(
 ) -> CheckpointCard | None:
     """The newest checkpoint of a policy from which training has continued up to now, and that has nothing of the
     update `first`."""
-    clean = [card for card in cards if card.metrics.get(CHANGE, first) < first and not _is_replaced(card, changes)]
+    clean = [card for card in cards if card.metrics.get(CHANGE, first) < first]
+    clean = [card for card in clean if not is_replaced(changes, card.name, card.metrics[CHANGE])]
     for card in sorted(clean, key=lambda card: card.metrics[CHANGE], reverse=True):
         made = lineage([change for change in changes if change.number <= card.metrics[CHANGE]])
         numbers = None if made is None else [change.number for change in made.updates]
@@ -104,23 +112,15 @@ def _origin(
     return None
 
 
-def _is_replaced(card: CheckpointCard, changes: Sequence[PolicyChange]) -> bool:
-    """Whether its policy has something that was forgotten since: an earlier rebuild made its updates again."""
-    number, rebuilds = card.metrics[CHANGE], [c for c in changes if isinstance(c.body, Rollback) and c.body.rebuilt]
-    return any(
-        isinstance(change.body, Rollback)
-        and change.body.rebuilt <= number < change.number
-        and change.body.checkpoint != card.name
-        for change in rebuilds
-    )
-
-
-def _last_before(whole: Lineage, first: int) -> AdapterRef:
+def _last_before(changes: Sequence[PolicyChange], whole: Lineage, first: int) -> AdapterRef:
     """The last version that has nothing of the update `first`."""
-    before = [change for change in whole.updates if change.number < first]
-    made = [change for change in before if isinstance(change.body, Update) and change.body.version is not None]
-    if made and isinstance(made[-1].body, Update) and made[-1].body.version is not None:
-        return AdapterRef(made[-1].adapter, made[-1].body.version)
+    learnt = {change.number for change in whole.updates}
+    for change in reversed(changes[: [each.number for each in changes].index(first)]):
+        match change.body:
+            case Update(version=int(number)) if change.number in learnt:
+                return AdapterRef(change.adapter, number)
+            case Rollback(lineage=versions, rebuilt=rebuilt) if rebuilt:
+                return ref_of(versions[-1])
     return ref_of(whole.start)
 
 

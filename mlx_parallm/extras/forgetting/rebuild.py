@@ -12,7 +12,7 @@ from mlx_parallm.extras.forgetting.forgotten import Forgotten
 from mlx_parallm.extras.forgetting.plan import RebuildPlan, without
 from mlx_parallm.rl.objectives import PreparedUpdate, prepare
 from mlx_parallm.rl.rewards import RewardHistory
-from mlx_parallm.rl.runs.records import LearningSettings, PolicyChange, TrainedEpisode, TrainedGroup, Update
+from mlx_parallm.rl.runs.records import LearningSettings, PolicyChange, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.shares import limited
 from mlx_parallm.rl.teachers import taught
@@ -66,10 +66,13 @@ class Rebuild:
         plan = self.plan
         if plan.origin is not None:
             self.rewards.restore(plan.origin.metrics)
-        elif not plan.base and plan.changes:
-            self._check_seed(plan.changes[0])
+        elif not plan.base and (updates := [each for each in plan.changes if isinstance(each.body, Update)]):
+            self._check_seed(updates[0])
         for done, change in enumerate(plan.changes):
             on_update(done)
+            if isinstance(change.body, Start):
+                self.rewards = RewardHistory()  # training that starts from elsewhere knows no earlier ones
+                continue
             update = await asyncio.to_thread(self._prepared, change)
             if update is None:
                 continue

@@ -244,11 +244,26 @@ class Forgetting:
                 rebuild = Rebuild(steps, forgotten, file, present)
                 if refusal := await self._rebuild(rebuild, training, changes, intent.ignore_floor):
                     return refusal
+                if steps.continues is not None:
+                    self._drop_later(name, steps)
         forgotten = await self._found_now(name, intent)  # opinions have made copies meanwhile
         await journal.rewrite(lambda _: removal(name, forgotten, {}))
         training.plateau.forget(forgotten.ids)
+        if (key := intent.spec.key) is not None:
+            self._training.ledger.forget_key(name, key)
         self._training.trajectories.buffer.remove(forgotten.ids, DropReason.FORGOTTEN)
         return ""
+
+    def _drop_later(self, name: str, steps: RebuildPlan) -> None:
+        """Drops what waits and was sampled by a version that had learnt from what is forgotten, or may have been."""
+        buffer = self._training.trajectories.buffer
+        turns = (turn for group in buffer.of(name) for member in group.members for turn in member.turns)
+        later = [
+            turn.trajectory_id
+            for turn in turns
+            if (version := turn.adapter) is None or (version.name == name and version.version in steps.tainted)
+        ]
+        buffer.remove(later, DropReason.FORGOTTEN)
 
     async def _found_now(self, name: str, intent: _Intent) -> Forgotten:
         """What of an adapter is to be forgotten, with what was made of it since that was found last."""
@@ -292,8 +307,8 @@ class Forgetting:
         """Removes what is kept of it outside the journal, and what the journal has noted meanwhile."""
         parts, going = self._training.parts, [card for card in old.cards if self._removes(card)]
         kept = {card.adapter.version for card in old.cards if card not in going}
-        for version in sorted(old.versions - kept):
-            parts.adapters.discard(AdapterRef(name, version))
+        await parts.adapters.remove([AdapterRef(name, version) for version in sorted(old.versions - kept)])
+        await self._training.loop(name).training.checkpoints.forget_best(old.cards)
         await parts.checkpoints.remove(name, [card.name for card in going])
         if parts.log is not None:
             await parts.log.forget(_of(forgotten))

@@ -86,6 +86,17 @@ def lineage(
     return Lineage()
 
 
+def is_replaced(changes: Sequence[PolicyChange], checkpoint: str, number: float) -> bool:
+    """Whether the policy of a checkpoint has something that was forgotten since: a rebuild has made its updates again.
+
+    Args:
+        changes: at least all rollbacks of the adapter.
+        number: of the last change in the checkpoint.
+    """
+    rebuilds = ((change.number, change.body) for change in changes if isinstance(change.body, Rollback))
+    return any(body.rebuilt and body.rebuilt <= number < at and body.checkpoint != checkpoint for at, body in rebuilds)
+
+
 def _made(changes: Sequence[PolicyChange], saved: Mapping[str, int]) -> dict[str, int]:
     """The place in `changes` of the last change of each version. A rollback to the base model makes a version of its
     own, which equals that."""

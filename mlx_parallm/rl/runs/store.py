@@ -424,6 +424,11 @@ class JournalFile:
         """All changes of an adapter that are here, in order."""
         return tuple(map(self._change, self.rows(f"{_CHANGES} WHERE adapter = ? ORDER BY number", adapter)))
 
+    def rollbacks(self, adapter: str) -> tuple[PolicyChange, ...]:
+        """The rollbacks and rebuilds of an adapter that are here, in order."""
+        query = f"{_CHANGES} WHERE adapter = ? AND kind = 'rollback' ORDER BY number"
+        return tuple(map(self._change, self.rows(query, adapter)))
+
     def changes_since(self, adapter: str, number: int) -> tuple[PolicyChange, ...]:
         """What a start from the change of this number needs, in order: the changes after it or, if the policy was
         replaced since then, from the last time on; and up to 1,000 before these."""

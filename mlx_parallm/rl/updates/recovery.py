@@ -11,12 +11,13 @@ from types import MappingProxyType
 
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import LossKind, ResolvedTraining
-from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, AdapterRef
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
-from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
+from mlx_parallm.errors import ConflictError, EngineError, ParaLLMError, RequestError
 from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup
 from mlx_parallm.rl.runs.journal import changed
+from mlx_parallm.rl.runs.lineage import is_replaced
 from mlx_parallm.rl.runs.records import (
     CHANGED,
     LearningSettings,
@@ -32,7 +33,7 @@ from mlx_parallm.rl.runs.replay import plan
 from mlx_parallm.rl.runs.store import JournalFile, Statements
 from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.rl.trajectories import DropReason, Episode
-from mlx_parallm.rl.updates.adapter_training import AdapterTraining
+from mlx_parallm.rl.updates.adapter_training import CHANGE, AdapterTraining
 from mlx_parallm.train.data import UpdateSettings
 
 _LINEAGE = 100
@@ -113,6 +114,20 @@ class PolicyJournal:
             ),
             dropped,
         )
+
+    async def check_rollback(self, to: str | None) -> None:
+        """Checks before a rollback that the policy has nothing that was forgotten since. `to`: see
+        `AdapterTraining.roll_back`. Raises ConflictError: it has."""
+        cards = self._training.checkpoints.cards()
+        card = next((each for each in cards if (to or BEST) in (each.name, *each.tags)), None)
+        if card is None:
+            return
+        changes = await self._journal.read(lambda file: file.rollbacks(card.adapter.name)) or ()
+        if is_replaced(changes, card.name, card.metrics.get(CHANGE, 0)):
+            raise ConflictError(
+                f"{card.name} has learnt from what was forgotten since: export it, or name a later checkpoint.",
+                param="to",
+            )
 
     async def rolled_back(self) -> None:
         """The policy is now the one of the live version."""

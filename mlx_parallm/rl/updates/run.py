@@ -374,8 +374,9 @@ class AdapterRun:
             self.sweep()
 
     async def roll_back(self, to: str | None) -> None:
-        """See `AdapterTraining.roll_back`."""
+        """See `AdapterTraining.roll_back` and `PolicyJournal.check_rollback`."""
         async with self._lock:
+            await self._changes.check_rollback(to)
             try:
                 await self.training.roll_back(to)
                 self._selection.restart()
