@@ -43,7 +43,7 @@ from benchmarks.lib.training.beside_tasks import ADAPTER, TASKS, Order, Setting
 EXACT, TIMES = "exact", "times"
 PREFERENCES = (DPO, KTO)
 PARTS = (EXACT, *TASKS, *PREFERENCES, TIMES)
-APART, LOGITS_APART = 1e-3, 1e-3
+APART = 1e-4
 LAST = 4
 """Updates at the end of a run over which its reward is averaged."""
 EXACT_LOSSES = {"sentiment": ("dapo", "grpo", "dr_grpo"), "both words": ("dapo",)}
@@ -196,10 +196,10 @@ def _show(cell: Cell) -> None:
 
 def _figures(record: dict[str, Any]) -> Iterator[Figure]:
     if "logits_apart" in record:
-        yield Figure("logits, apart", "", *reported([record["logits_apart"]]), limit=LOGITS_APART)
+        yield _apart("logits apart", record["logits_apart"])
     for each in record["exact"]:
-        yield Figure(f"{each['name']}, loss apart", "", *reported([each["loss"]]), limit=APART)
-        yield Figure(f"{each['name']}, gradient apart", "", *reported([each["gradient"]]), limit=APART)
+        yield _apart(f"{each['name']}, loss apart", each["loss"])
+        yield _apart(f"{each['name']}, gradient apart, of its norm", each["gradient"])
     cells = [Cell(**each) for each in record["cells"]]
     for name in sorted({cell.name for cell in cells}):
         yield from _of_cells(name, [cell for cell in cells if cell.name == name])
@@ -210,6 +210,10 @@ def _figures(record: dict[str, Any]) -> Iterator[Figure]:
                 yield Figure(f"{part}, {side}, time of an update", "s", *reported(seconds))
             ratio = ratios(*times)
             yield Figure(f"{part}, time of an update, of TRL's", "", ratio, ratio.median)
+
+
+def _apart(name: str, value: float) -> Figure:
+    return Figure(name, "millionths", *reported([1e6 * value]), limit=1e6 * APART)
 
 
 def _of(timed: dict[str, Any]) -> tuple[str, str]:
@@ -232,7 +236,7 @@ def _of_cells(name: str, cells: Sequence[Cell]) -> Iterator[Figure]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="none: draws the record again")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--sides", nargs="+", choices=(*SIDES, UNBOUNDED), default=SIDES)
     parser.add_argument("--learning-rate", type=float, default=Setting().learning_rate)
