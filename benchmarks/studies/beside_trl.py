@@ -10,8 +10,10 @@ is learnt? Then GRPO (the loss dapo) on four tasks: `sentiment` and `one word` o
 and the record is written after each one; --resume keeps the cells of the record. With --together, both sides of a cell
 run at the same time, which changes how long they take and nothing that they learn; the record has their processor time
 too. `times` measures three of them in turns, without anything beside them. TRL's side is a script with an environment
-of its own, made by uv, which downloads 3 GB once. Both sides have the same learning rate; our updates are also bounded
-by `max_kl_step`, which TRL has not, so one more of --sides is ours without it.
+of its own, made by uv, which downloads 3 GB once.
+
+Both sides have the same learning rate. Our steps are also bounded by `max_kl_step`, and smaller if only some groups
+have a signal; TRL's are not. More of --sides are ours without the first, and without both.
 """
 
 import argparse
@@ -28,10 +30,10 @@ from typing import Any
 from benchmarks.lib import machine, report
 from benchmarks.lib.figures import Figure, ratios, reported
 from benchmarks.lib.training.beside_cells import (
+    CHANGED,
     DPO,
     KTO,
     SIDES,
-    UNBOUNDED,
     Bench,
     Cell,
     adapters_apart,
@@ -238,7 +240,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="none: draws the record again")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
-    parser.add_argument("--sides", nargs="+", choices=(*SIDES, UNBOUNDED), default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=(*SIDES, *CHANGED), default=SIDES)
     parser.add_argument("--learning-rate", type=float, default=Setting().learning_rate)
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--resume", action="store_true", help="keep the cells of the record")

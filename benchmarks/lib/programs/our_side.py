@@ -19,6 +19,10 @@ from typing import Any
 
 import numpy as np
 
+import mlx_parallm  # noqa: F401  before mlx.core: it chooses the BLAS
+
+from mlx.utils import tree_map  # isort: skip
+
 from benchmarks.lib.training.beside_tasks import (
     ADAPTER,
     GRADIENTS,
@@ -26,14 +30,15 @@ from benchmarks.lib.training.beside_tasks import (
     TASKS,
     Order,
     PairedTask,
-    Prompt,
     Rollout,
     Said,
     between_turns,
 )
+from benchmarks.lib.training.learning_tasks import Prompt
 from mlx_parallm import LoRAConfig, RLConfig, RLIntegratedServer
 from mlx_parallm.adapters.formats import write_peft
 from mlx_parallm.app.build import Served
+from mlx_parallm.config import OptimizerConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import (
     FinishReason,
@@ -45,7 +50,8 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.rl.status import UpdateReport
-from mlx_parallm.train.policy import Policy
+from mlx_parallm.train.context import Params
+from mlx_parallm.train.policy import Policy, PolicyState
 
 POLICY = "default"
 KEPT = ("loss", "grad_norm", "step_scale", "kl_step", "entropy")
@@ -111,8 +117,11 @@ class Side:
         """Trains on from the adapter of the order."""
         await self._served.adapters.publish_folder(POLICY, Path(self._order.adapter))
         await self._training.start(POLICY)
+        policy = self._training.parts.learner.trainer.policies[POLICY]
+        if self._order.whole_steps:
+            _make_whole_steps(policy)
         if self._order.keeps_gradients:
-            self._keep_gradients(self._training.parts.learner.trainer.policies[POLICY])
+            self._keep_gradients(policy)
 
     async def learn(self) -> AsyncIterator[dict[str, float]]:
         """Makes the updates of the order."""
@@ -146,6 +155,7 @@ class Side:
         """Rows as TRL takes them: `chosen` and `rejected`, or `completion` with a `label` or without."""
         made: list[GivenTrajectory] = []
         for number, row in enumerate(rows):
+            answers: list[tuple[str, float | None]]
             if "chosen" in row:
                 answers = [(row["chosen"], 1.0), (row["rejected"], 0.0)]
             else:
@@ -223,7 +233,7 @@ class Side:
     def _keep_gradients(self, policy: Policy) -> None:
         stepped = policy.stepped
 
-        def watched(gradients: Any, settings: Any, scale: float = 1.0) -> Any:
+        def watched(gradients: Params, settings: OptimizerConfig, scale: float = 1.0) -> PolicyState:
             if not self.gradients:
                 self.gradients = {
                     f"{path}.lora_{name}": np.array(each) for path, of in gradients.items() for name, each in of.items()
@@ -231,6 +241,16 @@ class Side:
             return stepped(gradients, settings, scale)
 
         policy.stepped = watched  # type: ignore[method-assign]
+
+
+def _make_whole_steps(policy: Policy) -> None:
+    """Scales the gradients of the policy's steps as ever, and not the steps themselves."""
+    stepped = policy.stepped
+
+    def whole(gradients: Params, settings: OptimizerConfig, scale: float = 1.0) -> PolicyState:
+        return stepped(tree_map(lambda each: scale * each, gradients), settings)
+
+    policy.stepped = whole  # type: ignore[method-assign]
 
 
 def _figures(report: UpdateReport, number: int) -> dict[str, Any]:

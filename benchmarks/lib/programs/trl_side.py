@@ -36,10 +36,10 @@ from benchmarks.lib.training.beside_tasks import (
     RESULT,
     TASKS,
     Order,
-    Prompt,
     Said,
     between_turns,
 )
+from benchmarks.lib.training.learning_tasks import Prompt
 
 
 class Noted:

@@ -42,8 +42,13 @@ from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.train.policy import new_factors
 
-OURS, TRL, UNBOUNDED = "ours", "TRL", "ours without max_kl_step"
+OURS, TRL = "ours", "TRL"
 SIDES = (OURS, TRL)
+CHANGED: Mapping[str, Mapping[str, Any]] = {
+    "ours without max_kl_step": {"max_kl_step": None},
+    "ours with TRL's steps": {"max_kl_step": None, "whole_steps": True},
+}
+"""Our side with other steps: fields of its orders."""
 ROOT = Path(__file__).parents[3]
 PROGRAMS = ROOT / "benchmarks" / "lib" / "programs"
 LIMIT_S = 1800
@@ -211,8 +216,7 @@ class Bench:
             CellError: it has failed.
         """
         folder = Path(f"{order.folder}-{side.replace(' ', '-')}")
-        if side == UNBOUNDED:
-            order = replace(order, max_kl_step=None)
+        order = replace(order, **CHANGED.get(side, {}))
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         replace(order, folder=str(folder)).write(folder / "order.json")

@@ -65,7 +65,8 @@ class Order:
     """One cell. `loss`: a name that both sides know, `grpo`, `bnpo`, `dapo`, `dr_grpo`, `dpo` or `kto`; ours also knows
     `cross_entropy`. `task`: its prompts are sampled from; empty: what is learnt from is in `given` (one update) or in
     the file `data`. `adapter`: the one to begin with, in PEFT's format. `setting`: fields of `Setting`. `max_kl_step`:
-    how far an update of ours may move the policy, in nats a token; TRL has no such bound.
+    how far an update of ours may move the policy, in nats a token; TRL has no such bound. `whole_steps`: ours makes a
+    whole step of AdamW, as TRL does, also if only some groups have a signal; their gradients count in part as ever.
     """
 
     loss: str
@@ -78,6 +79,7 @@ class Order:
     scale_rewards: str = "group"
     max_tokens: int = 16
     max_kl_step: float | None = 0.2
+    whole_steps: bool = False
     keeps_gradients: bool = False
     data: str = ""
     given: Sequence[Mapping[str, Any]] = field(default_factory=list)
