@@ -114,7 +114,7 @@ def only(group: TrainedGroup, kept: Sequence[bool]) -> TrainedGroup:
 
 # -- in the journal --------------------------------------------------------------------------------
 
-_ROWS_A_TIME = 500
+_ROWS_A_TIME, _REMOVED_A_TIME = 500, 100
 _ROWS = (
     "SELECT number, adapter, group_id, trajectory_id, kind, body FROM intake WHERE number > ? ORDER BY number LIMIT ?"
 )
@@ -126,13 +126,13 @@ _OF_ONE, _OF_SEVERAL = ("feedback", "token_rewards"), ("episode_reward", "closed
 class _Index:
     """What the journal says of trajectories without their tokens. `episodes`: the turns of each. `about`: the edits and
     preferences of an answer. `chosen`: those that are to be forgotten by themselves. `entries`: for groups, whose
-    episode is empty, and for episodes."""
+    episode is empty, and for episodes; those of older versions name no owner."""
 
     places: dict[str, _Place] = field(default_factory=dict)
     episodes: defaultdict[_Place, list[str]] = field(default_factory=lambda: defaultdict(list))
     about: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     chosen: set[str] = field(default_factory=set)
-    entries: list[tuple[int, _Place]] = field(default_factory=list)
+    entries: list[tuple[int, tuple[str, str | None, str, str]]] = field(default_factory=list)
 
     def related(self, one: str) -> Iterator[str]:
         """Trajectories that have text of this one: turns of its episode, edits, and a copy for late feedback."""
@@ -142,8 +142,8 @@ class _Index:
 
     def left_over(self, found: Collection[str]) -> Iterator[tuple[str, int]]:
         """The adapters and the numbers of entries for which no other trajectory is left than those that are found."""
-        left = {place for one, place in self.places.items() if one not in found}
-        left |= {(*place[:3], "") for place in left}
+        left: set[tuple[str, str | None, str, str]] = {at for one, at in self.places.items() if one not in found}
+        left |= {(adapter, some, group, "") for adapter, owner, group, _ in left for some in (owner, None)}
         yield from ((place[0], number) for number, place in self.entries if place not in left)
 
 
@@ -205,27 +205,28 @@ def _add(index: _Index, spec: ForgetSpec, adapter: str, group_id: str, one: str,
 
 
 def _add_entry(index: _Index, number: int, of: tuple[str, str], entry: Mapping[str, Any]) -> None:
-    if (owner := entry.get("key")) is not None:  # otherwise an older version wrote it
-        index.entries.append((number, (of[0], owner, of[1], entry.get("episode_id", ""))))
+    owner = entry.get("key")
+    index.entries.append((number, (of[0], owner, of[1], "" if owner is None else entry.get("episode_id", ""))))
 
 
 _REMOVE = ("DELETE FROM intake WHERE trajectory_id = ?", "DELETE FROM ends WHERE trajectory_id = ?")
 _REMOVE_ENTRY = f"DELETE FROM intake WHERE number = ? AND kind IN {_OF_SEVERAL}"
-_REMOVE_REST = (
-    "DELETE FROM intake WHERE adapter = ? AND trajectory_id IS NULL AND NOT EXISTS (SELECT 1 FROM intake t WHERE "
-    f"t.kind = '{TRAJECTORY}' AND t.adapter = intake.adapter AND t.group_id = intake.group_id)"
-)
-"""Removes what came for groups of which no trajectory is left."""
 _SET_BODY = "UPDATE changes SET body = ? WHERE adapter = ? AND number = ?"
 
 
-def removal(adapter: str, forgotten: Forgotten, edited: Mapping[int, Update]) -> Statements:
-    """Removes what the journal has of what is forgotten, and what came for it. `edited`: by number, the new records of
-    updates."""
+def edits(adapter: str, edited: Mapping[int, Update]) -> Statements:
+    """Writes the new records of updates, by number."""
+    return [(_SET_BODY, [(body_to_json(body)[1], adapter, number) for number, body in edited.items()])]
+
+
+def removal(forgotten: Forgotten) -> Iterator[Statements]:
+    """Removes what the journal has of what is forgotten, and what came for it; a little at a time, so that commits of
+    clients come between."""
     ids, entries = ([(one,) for one in sorted(some)] for some in (forgotten.ids, forgotten.entries))
-    bodies = [(body_to_json(body)[1], adapter, number) for number, body in edited.items()]
-    of_ids = [(statement, ids) for statement in _REMOVE]
-    return [(_SET_BODY, bodies), *of_ids, (_REMOVE_ENTRY, entries), (_REMOVE_REST, [(adapter,)])]
+    for start in range(0, len(ids), _REMOVED_A_TIME):
+        yield [(statement, ids[start : start + _REMOVED_A_TIME]) for statement in _REMOVE]
+    for start in range(0, len(entries), _REMOVED_A_TIME):
+        yield [(_REMOVE_ENTRY, entries[start : start + _REMOVED_A_TIME])]
 
 
 def _with_given(file: JournalFile, spec: ForgetSpec) -> list[str]:

@@ -1,6 +1,6 @@
 """Forgetting builds adapters anew without some of what they have learnt from, and removes what is kept of that.
 
-    begin ─▶ intent on the disk ─▶ for each adapter: rebuild ─▶ one commit: the new policy, the journal without it
+    begin ─▶ intent on the disk ─▶ for each adapter: rebuild ─▶ one commit: the new policy, its updates without it
                                                       │          ─▶ live ─▶ remove: checkpoints, log, caches
                                                       └─ held: nothing changes
 A process that ends on the way goes on at its next start: the intent is in the journal until all is removed. What has
@@ -29,11 +29,11 @@ from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, AdapterRef
 from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.errors import ConflictError, ParaLLMError, StorageError, UnknownTrajectoryError
 from mlx_parallm.extras.forgetting.cards import AdapterPart, ForgetCard, ForgetPlan
-from mlx_parallm.extras.forgetting.forgotten import ForgetSpec, Forgotten, find, removal
+from mlx_parallm.extras.forgetting.forgotten import ForgetSpec, Forgotten, edits, find, removal
 from mlx_parallm.extras.forgetting.plan import Outdated, RebuildPlan, outdated, plan, tainted
 from mlx_parallm.extras.forgetting.rebuild import Rebuild
 from mlx_parallm.rl.runs.records import LearningSettings, Update
-from mlx_parallm.rl.runs.store import JournalFile, Statements
+from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.trajectories import DropReason
 from mlx_parallm.rl.trajectory_log import Wanted, count_lines
@@ -234,7 +234,7 @@ class Forgetting:
         """Replaces the policy, if it has learnt from what is forgotten, and removes that from the journal and from
         memory, so that no update takes it. No update is under way. Returns why the gate holds it."""
         journal = self._training.parts.journal
-        await journal.rewrite(lambda _: ())  # a compaction that is under way ends first
+        await journal.rewrite(())  # a compaction that is under way ends first
         forgotten = await self._found_now(name, intent)
         await self._note(intents)
         with closing(JournalFile(self._journal, read_only=True)) as file:
@@ -247,7 +247,8 @@ class Forgetting:
                 if steps.continues is not None:
                     self._drop_later(name, steps)
         forgotten = await self._found_now(name, intent)  # opinions have made copies meanwhile
-        await journal.rewrite(lambda _: removal(name, forgotten, {}))
+        for statements in removal(forgotten):
+            await journal.rewrite(statements)
         training.plateau.forget(forgotten.ids)
         if (key := intent.spec.key) is not None:
             self._training.ledger.forget_key(name, key)
@@ -289,11 +290,9 @@ class Forgetting:
         return ""
 
     async def _commit(self, rebuild: Rebuild, changes: PolicyJournal, name: str, card: CheckpointCard) -> None:
-        def edits(_: JournalFile) -> Statements:
-            return removal(name, rebuild.forgotten, rebuild.edited)
-
+        first, continues, edited = rebuild.plan.affected[0], rebuild.plan.continues, edits(name, rebuild.edited)
         try:
-            await changes.rebuilt(card, rebuild.plan.affected[0], rebuild.plan.continues, edits)
+            await changes.rebuilt(card, first, continues, edited)
         except StorageError:
             await self._training.parts.checkpoints.remove(name, [card.name])
             raise
@@ -313,7 +312,8 @@ class Forgetting:
         if parts.log is not None:
             await parts.log.forget(_of(forgotten))
         await self._engine.reset_prefix_cache(files=True)
-        await parts.journal.rewrite(lambda _: removal(name, forgotten, {}))
+        for statements in removal(forgotten):
+            await parts.journal.rewrite(statements)
         await parts.journal.read(JournalFile.clean)
 
     # -- the journal -----------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class Forgetting:
         """Keeps what is still to be forgotten, for a start after a crash."""
         left = [intent.to_json() for intent in intents if intent.found]
         statement = (_SET, [(json.dumps(left),)]) if left else (_CLEAR, [()])
-        await self._training.parts.journal.rewrite(lambda _: [statement])
+        await self._training.parts.journal.rewrite([statement])
 
     async def _noted(self) -> list[_Intent]:
         stored = await self._training.parts.journal.read(lambda file: file.rows(_READ))

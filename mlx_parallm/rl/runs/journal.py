@@ -118,16 +118,15 @@ class Journal:
         """Keeps which adapters are in training, besides the default one."""
         self._submit(lambda: [(_TRAINED, [(json.dumps(adapters),)])], kept=True)
 
-    async def rewrite(self, statements: Callable[[JournalFile], Statements]) -> None:
-        """Changes what the file has, as it is when nothing else is being written.
+    async def rewrite(self, statements: Statements) -> None:
+        """Changes what the file has, when a compaction that is under way has ended.
 
         Raises:
             StorageError: nothing was changed, nor will be.
         """
         if self._compacting is not None:
             await self._compacting
-        if (file := self._file) is not None:
-            await self._write(lambda: statements(file))
+        await self._write(lambda: statements)
 
     async def flush(self) -> None:
         """Returns when everything is on the disk.

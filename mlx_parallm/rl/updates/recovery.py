@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from types import MappingProxyType
@@ -30,7 +30,7 @@ from mlx_parallm.rl.runs.records import (
     settings_to_json,
 )
 from mlx_parallm.rl.runs.replay import plan
-from mlx_parallm.rl.runs.store import JournalFile, Statements
+from mlx_parallm.rl.runs.store import Statements
 from mlx_parallm.rl.status import UpdateReport
 from mlx_parallm.rl.trajectories import DropReason, Episode
 from mlx_parallm.rl.updates.adapter_training import CHANGE, AdapterTraining
@@ -141,11 +141,14 @@ class PolicyJournal:
         card: CheckpointCard,
         first: int,
         continues: AdapterRef | None,
-        edits: Callable[[JournalFile], Statements],
+        edits: Statements,
     ) -> None:
-        """The policy is now the one in this checkpoint, made of the updates up to now without forgotten data, which
-        `edits` removes in the same commit. `first`: number of the first update that was made again. `continues`: see
-        `AdapterTraining.replace`.
+        """The policy is now the one in this checkpoint, made of the updates up to now without forgotten data. In the
+        same commit, `edits` takes these out of the updates.
+
+        Args:
+            first: number of the first update that was made again.
+            continues: see `AdapterTraining.replace`.
 
         Raises:
             StorageError: neither is on the disk, nor will be.
@@ -157,7 +160,7 @@ class PolicyJournal:
         self.begin()
         body = Rollback(card.name, (*earlier, str(card.adapter)), baselines, rebuilt=first)
         change = PolicyChange(training.name, training.change + 1, time.time(), body)
-        await self._journal.rewrite(lambda file: [*changed(change), *edits(file)])
+        await self._journal.rewrite([*changed(change), *edits])
         self._last = training.change = change.number
 
     async def _changed(self, body: Rollback | Update, dropped: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -25,7 +25,7 @@ from extras.forgetting.forgetting_rig import (
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConflictError
-from mlx_parallm.extras.forgetting.forgotten import ForgetSpec
+from mlx_parallm.extras.forgetting.forgotten import ForgetSpec, Forgotten, removal
 from mlx_parallm.rl.runs.records import Closed, EpisodeReward
 from mlx_parallm.rl.trajectory_log import TrajectoryLog
 
@@ -156,3 +156,10 @@ async def test_groups_and_episodes_of_the_same_ids_are_each_keys_own(tmp_path: P
         assert found["traj-0-ann-0"] == 0.5
         assert "traj-0-bob-0" not in found
         assert found["traj-1-bob-1"] == 0.25
+
+
+def test_commits_of_clients_come_between_the_parts_of_a_large_removal() -> None:
+    forgotten = Forgotten(ForgetSpec(key="bob"), frozenset(map(str, range(1000))), frozenset(range(250)))
+    parts = [rows for statements in removal(forgotten) for _, rows in statements]
+    assert max(map(len, parts)) <= 100
+    assert sum(map(len, parts)) == 2 * 1000 + 250
