@@ -98,6 +98,8 @@ def _part_text(part: Mapping[str, Any]) -> str:
     rows = [("adapter", part["adapter"]), ("answers removed", part["trajectories"])]
     if part["log_lines"]:
         rows.append(("lines of the trajectory log removed", part["log_lines"]))
+    if part["unknown"]:
+        rows.append(("older updates that may have learnt from it and stay", part["unknown"]))
     if part["problem"]:
         return table([*rows, ("problem", part["problem"])])
     if not part["updates"]:

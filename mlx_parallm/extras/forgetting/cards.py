@@ -20,6 +20,9 @@ class AdapterPart:
     """Updates that have learnt from what is forgotten, with what was given with them. 0: the adapter stays as it is."""
     again: int = 0
     """Updates that are made again, from the first of these on."""
+    unknown: int = 0
+    """Older updates of which the journal does not know any more whether they have learnt from it, so they stay as they
+    are."""
     starts_from: str = ""
     """The checkpoint, or the version, from which they are made; `a new adapter`; or empty."""
     seconds: float = 0.0

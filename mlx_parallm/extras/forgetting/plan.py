@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConflictError
-from mlx_parallm.extras.forgetting.forgotten import Forgotten, only
+from mlx_parallm.extras.forgetting.forgotten import ForgetSpec, Forgotten, only
 from mlx_parallm.rl.runs.lineage import Lineage, is_replaced, lineage
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.updates.adapter_training import CHANGE
@@ -95,6 +95,19 @@ def plan(
     saved = [card.adapter.version for card in tainted(cards, affected[0])]
     versions = frozenset([*made, *saved])
     return RebuildPlan(origin, whole.start, after, frozenset(learnt), tuple(affected), versions, continues)
+
+
+def unknown(changes: Sequence[PolicyChange], spec: ForgetSpec) -> int:
+    """How many changes the policy may depend on that do not say any more whether they have learnt from it: they were
+    removed, or a version reduced them that did not write their owners. The trajectories of these are gone, too."""
+    if spec.trajectory_ids or not changes:
+        return 0
+    whole = lineage(changes)
+    missing = whole.missing[1] if whole is not None and whole.missing is not None else 0
+    if spec.key is None:
+        return missing if spec.span[0] < changes[0].at else 0
+    bodies = [change.body for change in changes if isinstance(change.body, Update)]
+    return missing + sum(body.reduced and body.owners is None for body in bodies)
 
 
 def _origin(

@@ -30,7 +30,7 @@ from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.errors import ConflictError, ParaLLMError, StorageError, UnknownTrajectoryError
 from mlx_parallm.extras.forgetting.cards import AdapterPart, ForgetCard, ForgetPlan
 from mlx_parallm.extras.forgetting.forgotten import ForgetSpec, Forgotten, edits, find, removal
-from mlx_parallm.extras.forgetting.plan import Outdated, RebuildPlan, outdated, plan, tainted
+from mlx_parallm.extras.forgetting.plan import Outdated, RebuildPlan, outdated, plan, tainted, unknown
 from mlx_parallm.extras.forgetting.rebuild import Rebuild
 from mlx_parallm.rl.runs.records import LearningSettings, Update
 from mlx_parallm.rl.runs.store import JournalFile
@@ -155,7 +155,8 @@ class Forgetting:
         log, lines = self._training.parts.config.trajectory_log, 0
         if log is not None:
             lines = await asyncio.to_thread(count_lines, log, _of(forgotten))
-        part = AdapterPart(name, len(forgotten.ids), log_lines=lines)
+        unknown_updates = unknown(changes, forgotten.spec)
+        part = AdapterPart(name, len(forgotten.ids), unknown=unknown_updates, log_lines=lines)
         try:
             steps = plan(name, changes, cards, forgotten)
         except ConflictError as error:

@@ -13,7 +13,7 @@ from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.errors import ConflictError, InvalidRequestError, StorageError, UnknownTrajectoryError
 from mlx_parallm.extras.forgetting.forgotten import ForgetSpec, Forgotten
-from mlx_parallm.extras.forgetting.plan import plan
+from mlx_parallm.extras.forgetting.plan import plan, unknown
 from mlx_parallm.rl.runs.records import PolicyChange, Start, Update
 from mlx_parallm.rl.runs.store import JournalFile, Statements
 
@@ -241,3 +241,15 @@ def test_an_update_whose_data_were_removed_names_what_keeps_them() -> None:
     with pytest.raises(ConflictError, match=r"updates 2 to 2 have learnt from is gone .*--journal-updates"):
         plan("main", made, (), Forgotten(ForgetSpec(key="bob"), frozenset()))
     assert plan("main", made, (), Forgotten(ForgetSpec(key="eve"), frozenset())) is None
+
+
+def test_updates_that_are_not_known_any_more_are_counted() -> None:
+    def of(first: int, *bodies: Start | Update) -> list[PolicyChange]:
+        return [PolicyChange("main", number, float(number), body) for number, body in enumerate(bodies, first)]
+
+    whole = Update((), None, True, 2, "published", 2)
+    assert unknown(of(1, *BODIES), ForgetSpec(key="bob")) == 0
+    assert unknown(of(1, Start(), replace(REDUCED, owners=None), whole), ForgetSpec(key="bob")) == 1
+    assert unknown(of(501, whole, whole), ForgetSpec(key="bob")) == 500
+    assert unknown(of(501, whole, whole), ForgetSpec(since=400.0)) == 500
+    assert unknown(of(501, whole, whole), ForgetSpec(since=501.0)) == 0
