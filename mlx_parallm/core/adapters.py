@@ -35,6 +35,9 @@ BASE_ADAPTER = AdapterRef("base", 0)
 BEST = "best"
 """The tag of the checkpoint of the best version."""
 
+INCUMBENT = "incumbent"
+"""The tag of the checkpoint of the version that an automatic comparison began from, or that has won the last one."""
+
 
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")
 _MOST_DIGITS = 9

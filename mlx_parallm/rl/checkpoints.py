@@ -21,7 +21,7 @@ from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.service import AdapterService
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.config import CheckpointingConfig
-from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, INCUMBENT, AdapterRef
 from mlx_parallm.errors import AdapterFileError, ConflictError, UnknownModelError
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.train.learner import Learner
@@ -214,13 +214,15 @@ class AdapterCheckpoints:
         self._lease.close()
         self._lease, self.best = lease, best
 
-    async def forget_best(self, cards: Collection[CheckpointCard]) -> None:
-        """There is no best version any more, if it is in one of these checkpoints. Raises StorageError."""
+    async def choose_no_more(self, cards: Collection[CheckpointCard]) -> None:
+        """Nothing goes back to one of these checkpoints by itself: they are not the best one, and none that a
+        comparison begins from. Raises StorageError."""
         best = self.best
         if best is not None and best.ref in {card.adapter for card in cards}:
             self.set_best(None)
-        if any(BEST in card.tags for card in cards):
-            await self._checkpoints.untag(self._name, BEST)
+        for tag in (BEST, INCUMBENT):
+            if any(tag in card.tags for card in cards):
+                await self._checkpoints.untag(self._name, tag)
 
     async def load(self, which: str) -> TrainedVersion:
         """See `PolicyCheckpoints.load`."""

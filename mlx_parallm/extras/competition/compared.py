@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.adapters import INCUMBENT, AdapterRef
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.updates.run import AdapterRun
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.service import AdapterService
-
-INCUMBENT = "incumbent"
-"""Tag of the checkpoint of the version that an automatic comparison began from, or that has won the last one."""
 
 
 class ComparedAdapter:

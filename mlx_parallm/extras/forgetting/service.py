@@ -25,7 +25,7 @@ from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.app.build import Served
 from mlx_parallm.config import CheckpointingConfig, Config
-from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, INCUMBENT, AdapterRef
 from mlx_parallm.core.engine import EngineClient
 from mlx_parallm.errors import ConflictError, ParaLLMError, StorageError, UnknownTrajectoryError
 from mlx_parallm.extras.forgetting.cards import AdapterPart, ForgetCard, ForgetPlan
@@ -178,7 +178,7 @@ class Forgetting:
 
     def _removes(self, card: CheckpointCard) -> bool:
         """Whether the operator's rule lets a checkpoint go that has learnt from what is forgotten."""
-        tags = [tag for tag in card.tags if tag not in (BEST, "latest")]
+        tags = [tag for tag in card.tags if tag not in (BEST, INCUMBENT, "latest")]
         return self._rule == "all" or (self._rule == "untagged" and not tags)
 
     # -- the work --------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class Forgetting:
         parts, going = self._training.parts, [card for card in old.cards if self._removes(card)]
         kept = {card.adapter.version for card in old.cards if card not in going}
         await parts.adapters.remove([AdapterRef(name, version) for version in sorted(old.versions - kept)])
-        await self._training.loop(name).training.checkpoints.forget_best(old.cards)
+        await self._training.loop(name).training.checkpoints.choose_no_more(old.cards)
         await parts.checkpoints.remove(name, [card.name for card in going])
         if parts.log is not None:
             await parts.log.forget(_of(forgotten))

@@ -22,6 +22,7 @@ from extras.forgetting.forgetting_rig import (
 )
 
 from mlx_parallm.app.build import Served
+from mlx_parallm.core.adapters import INCUMBENT
 from mlx_parallm.core.readers import EVERYTHING
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.errors import ConflictError
@@ -49,9 +50,11 @@ async def test_a_checkpoint_that_was_kept_is_no_best_one_and_training_does_not_g
         training.loop().training.rewards.trend.has_current = True
         await training.loop().training._set_best_to_latest()
         await training.save(None, None, ["good"], {})
+        await training.parts.checkpoints.tag("default", "checkpoint-2", INCUMBENT)
         await teach(served, range(3, 4))
         await forget(served)
-        assert "good" in {tag for card in training.parts.checkpoints.cards("default") for tag in card.tags}
+        tags = {tag: card for card in training.parts.checkpoints.cards("default") for tag in card.tags}
+        assert ("good" in tags, INCUMBENT in tags) == (True, False)
     async with run(tmp_path, **kept) as served:
         training, learnt = training_of(served), await policy(served)
         rebuilt = training.status().current
