@@ -163,3 +163,26 @@ def test_commits_of_clients_come_between_the_parts_of_a_large_removal() -> None:
     parts = [rows for statements in removal(forgotten) for _, rows in statements]
     assert max(map(len, parts)) <= 100
     assert sum(map(len, parts)) == 2 * 1000 + 250
+
+
+async def test_a_copy_that_an_opinion_makes_meanwhile_is_forgotten_too(tmp_path: Path) -> None:
+    async with run(tmp_path, **RARELY, rl_training__max_staleness=1) as served:
+        collector, forgetting = training_of(served).trajectories, forgetting_of(served)
+        await teach(served, range(1))
+        await collector._add(
+            [
+                replace(one, collection=replace(one.collection, scorer=None, episode_id=""))
+                for one in trajectories(served, 7, "bob")
+            ]
+        )
+        await teach(served, range(1, 5))
+        await forgetting.begin(ForgetSpec(key="bob"))
+        while forgetting.card.done < 2:
+            await asyncio.sleep(0)
+        assert (await collector.feedback("traj-7-bob-0", 1.0, "somebody")).late
+        assert forgetting.card.state == "rebuilding"
+        assert (await ended(forgetting)).state == "done"
+        assert not [one for one, _ in collector.buffer.newest(99) if one.owner == "bob"]
+        found = "SELECT 1 FROM intake i, ends e WHERE i.trajectory_id LIKE '%bob%' OR e.trajectory_id LIKE '%bob%'"
+        assert not await training_of(served).parts.journal.read(lambda file: file.rows(found))
+        training_of(served).check_integrity()
