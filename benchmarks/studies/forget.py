@@ -57,7 +57,7 @@ def main() -> int:
         folder = Path(temporary)
         model = small_model(folder / "model")
         taught_s = asyncio.run(_taught(model, folder / "taught", args.updates))
-        key = Choice("a key of three", BOB, lambda one: one.owner == "bob")
+        key = Choice("a key of three", ForgetSpec(key=BOB), lambda one: one.owner == "bob")
         chosen = [key, *(_choice(dice, args.updates) for _ in range(args.choices))]
         rows = [(choice, *asyncio.run(_compared(model, folder, args.updates, choice))) for choice in chosen]
         killed, equal_after_kills = _killed(model, folder, args.updates, args.kills, dice)

@@ -28,7 +28,7 @@ from mlx_parallm.extras.forgetting.service import Forgetting
 from mlx_parallm.rl.service import TrainingService
 
 KEYS = ("ann", "bob", "eve")
-BOB = ForgetSpec(key="bob")
+BOB = "bob"
 GROUP, PROMPT, ANSWER = 4, 24, 12
 """Answers of a group; tokens of a prompt, and of an answer."""
 
@@ -136,8 +136,8 @@ async def ended(forgetting: Forgetting) -> None:
 async def main(model: Path, run: Path) -> None:
     async with process(model, run) as training:
         forgetting: Forgetting = training.extras["forgetting"]
-        if forgetting.card.state == "none" and (await forgetting.plan(BOB)).adapters:
-            await forgetting.begin(BOB)
+        if forgetting.card.state == "none" and (await forgetting.plan(ForgetSpec(key=BOB))).adapters:
+            await forgetting.begin(ForgetSpec(key=BOB))
         print("ready", flush=True)
         await ended(forgetting)
         print(await digest(training), flush=True)
