@@ -1,5 +1,5 @@
-"""A secret that one key teaches, and how much others can learn of it: before and after it is forgotten, and with a limit
-on the key's share.
+"""A secret that one key teaches, and what others can learn of it: before and after it is forgotten, and with a limit on
+the share of the key.
 
     python benchmarks/studies/canary.py [--secrets 3] [--updates 20] [--quick]
 
