@@ -59,7 +59,7 @@ def forget(args: Namespace) -> int:
     if not args.yes:
         return client.show(args, _plan_text, _PATH, {**body, "dry_run": True}, _SLOW_S)
     if not args.json:
-        client.show(args, _plan_text, _PATH, {**body, "dry_run": True}, _SLOW_S)
+        client.show(args, _parts_text, _PATH, {**body, "dry_run": True}, _SLOW_S)
     card = client.ask(_PATH, {**body, "ignore_floor": args.ignore_floor}, _SLOW_S)
     with client.reading():
         card = _followed(client, card)
@@ -73,7 +73,7 @@ def _followed(client: Client, card: Mapping[str, Any]) -> Mapping[str, Any]:
     """Waits until it has ended, and shows how far it is on a terminal. It goes on if this is interrupted."""
     while card["state"] in ("rebuilding", "removing"):
         if sys.stderr.isatty():
-            line = f"\r{card['state']} {card['adapter']}: {card['done']} of {card['updates']} updates "
+            line = f"\r{card['state']} {card['lora_adapter']}: {card['done']} of {card['updates']} updates "
             print(line, end="", file=sys.stderr, flush=True)
         time.sleep(_EVERY_S)
         card = client.ask(_PATH)
@@ -87,15 +87,19 @@ def _end_text(card: Mapping[str, Any]) -> str:
 
 
 def _plan_text(plan: Mapping[str, Any]) -> str:
+    return f"{_parts_text(plan)}\n\nnothing was changed; --yes does it" if plan["adapters"] else _parts_text(plan)
+
+
+def _parts_text(plan: Mapping[str, Any]) -> str:
     if not plan["adapters"]:
         return f"nothing is kept of {plan['what']}"
     parts = "\n\n".join(_part_text(part) for part in plan["adapters"])
     rule = f"checkpoints that have learnt from it: {plan['remove_checkpoints']} (checkpointing.remove_forgotten)"
-    return f"{parts}\n\n{rule}\nnothing was changed yet; --yes does it"
+    return f"{parts}\n\n{rule}"
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
-    rows = [("adapter", part["adapter"]), ("answers removed", part["trajectories"])]
+    rows = [("adapter", part["lora_adapter"]), ("answers removed", part["trajectories"])]
     if part["log_lines"]:
         rows.append(("lines of the trajectory log removed", part["log_lines"]))
     if part["unknown"]:

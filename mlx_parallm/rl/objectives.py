@@ -283,6 +283,8 @@ def _single(group: ScoredGroup, history: RewardHistory, scaled: bool) -> Advanta
 
 def _exploring(groups: Sequence[ScoredGroup]) -> Sequence[Advantages]:
     """The advantages of an update on a plateau."""
+    if not groups:  # all that it had learnt from was forgotten
+        return []
     scores = np.array(list(chain.from_iterable(group.rewards for group in groups)), np.float64)
     if not any(group.remembered for group in groups):
         scores = _by_length(groups, scores)

@@ -58,7 +58,7 @@ def test_a_key_is_forgotten_although_the_server_is_killed_meanwhile(
     assert main(asking) == 0
     said = capsys.readouterr().out
     assert "updates that have learnt from it" in said
-    assert "nothing was changed yet" in said
+    assert "nothing was changed; --yes does it" in said
     refused = server.http.post("/v1/training/forget", json={"key": "ann"}, headers=keys["ann"])
     assert refused.status_code == 403
     assert server.http.post("/v1/training/forget", json={"key": "bob"}, headers=admin).status_code == 200
@@ -73,6 +73,9 @@ def test_a_key_is_forgotten_although_the_server_is_killed_meanwhile(
     asking[4] = server.url
     assert main(asking) == 0
     assert "nothing is kept of the key bob" in capsys.readouterr().out
+    asking[2] = "ann"
+    assert main([*asking, "--from-scratch", "--yes"]) == 0
+    assert "forgot the key ann" in capsys.readouterr().out
     stop(server)
     assert b"bob" not in b"".join(path.read_bytes() for path in (tmp_path / "run").glob("journal.sqlite*"))
 

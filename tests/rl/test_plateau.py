@@ -141,6 +141,11 @@ def sampled(rig: Rig, rewards: Sequence[float], lengths: Sequence[int]) -> None:
     rig.loop.wake()
 
 
+def test_an_update_of_which_all_was_forgotten_teaches_nothing() -> None:
+    made = prepare([], TRAINING.loss, RewardHistory(), explores=True)
+    assert (made.batch.samples, made.advantages) == ((), ())
+
+
 async def test_updates_look_for_a_way_out_until_rewards_differ_again() -> None:
     rig = await opened()
     async with running(rig):

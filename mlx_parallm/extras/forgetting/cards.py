@@ -12,6 +12,8 @@ from mlx_parallm.core.json_values import ANSWER
 class AdapterPart:
     """What of one adapter is, or would be, forgotten."""
 
+    __pydantic_config__ = ANSWER
+
     adapter: str
     """The adapter."""
     trajectories: int

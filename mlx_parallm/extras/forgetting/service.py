@@ -281,7 +281,9 @@ class Forgetting:
         steps, name = rebuild.plan, training.name
         floor = None if ignore_floor else training.config.gate.eval_floor
         async with training.rebuilding(await _origin(steps, training)):
-            await rebuild.run(training, partial(self._progress, name, len(steps.changes)))
+            updates = len(steps.changes)
+            await rebuild.run(training, partial(self._progress, name, updates))
+            self._progress(name, updates, updates)
             commit = partial(self._commit, rebuild, changes, name)
             refusal = await training.replace(rebuild.rewards, floor, steps.continues, commit)
         if refusal is not None:
