@@ -85,8 +85,8 @@ def test_gradients_and_activations_count_while_updates_wait(monkeypatch: pytest.
     resting = trainer.bytes_held
     trainer.begin(policy, UpdateBatch(tuple(samples(4, groups=1))))
     assert trainer.bytes_of_updates == SET, "activations are not known yet"
-    trainer.advance()
-    working = trainer.bytes_of_updates - SET
+    while (working := trainer.bytes_of_updates - SET) == 0:
+        trainer.advance()
     assert working > 0
     while trainer.waits():
         held = active()
