@@ -238,7 +238,7 @@ def _of_cells(name: str, cells: Sequence[Cell]) -> Iterator[Figure]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="none: draws the record again")
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS, help="none: shows the record again")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(range(5)))
     parser.add_argument("--sides", nargs="+", choices=(*SIDES, *CHANGED), default=SIDES)
     parser.add_argument("--learning-rate", type=float, default=Setting().learning_rate)

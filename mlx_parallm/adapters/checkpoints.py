@@ -310,17 +310,16 @@ class CheckpointFolder:
 
     def tag(self, name: str, tags: Sequence[str]) -> None:
         """Gives a checkpoint these tags, and takes them from those that had them."""
-        changed = {**self.tags, **dict.fromkeys(tags, name)}
-        if changed != self.tags:
-            atomic.replace_file(self.path / TAGS, _tags_file(changed))
-            self.tags = changed
+        self._set_tags({**self.tags, **dict.fromkeys(tags, name)})
 
     def untag(self, tag: str) -> None:
         """Takes a tag from the checkpoint that has it."""
-        if tag in self.tags:
-            left = {other: name for other, name in self.tags.items() if other != tag}
-            atomic.replace_file(self.path / TAGS, _tags_file(left))
-            self.tags = left
+        self._set_tags({other: name for other, name in self.tags.items() if other != tag})
+
+    def _set_tags(self, tags: Mapping[str, str]) -> None:
+        if tags != self.tags:
+            atomic.replace_file(self.path / TAGS, (json.dumps(tags, indent=2, sort_keys=True) + "\n").encode())
+            self.tags = tags
 
     def set_latest(self, name: str) -> None:
         atomic.replace_file(self.path / LATEST, f"{name}\n".encode())
@@ -348,10 +347,7 @@ class CheckpointFolder:
         """Removes checkpoints, whatever their tags are. `latest` is then the newest of the others, if it was one of
         them."""
         self.manifests = {name: manifest for name, manifest in self.manifests.items() if name not in names}
-        tags = {tag: name for tag, name in self.tags.items() if name not in names}
-        if tags != self.tags:
-            atomic.replace_file(self.path / TAGS, _tags_file(tags))
-            self.tags = tags
+        self._set_tags({tag: name for tag, name in self.tags.items() if name not in names})
         if self.latest in names:
             newest = max(self.manifests, key=lambda name: self.manifests[name].order, default=None)
             if newest is not None:
@@ -402,10 +398,6 @@ class CheckpointFolder:
                 _log.warning("%s names no checkpoint that can be used: %s is used instead", self.path / LATEST, name)
             return name
         return by_step[0] if by_step else None
-
-
-def _tags_file(tags: Mapping[str, str]) -> bytes:
-    return (json.dumps(tags, indent=2, sort_keys=True) + "\n").encode()
 
 
 def read_folders(folder: Path) -> Iterator[CheckpointFolder]:

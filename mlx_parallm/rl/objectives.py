@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from mlx_parallm.config import Algorithm, LossKind, ResolvedLoss, RewardScale
 from mlx_parallm.core.requests import FinishReason, Signal
 from mlx_parallm.rl.rewards import RewardHistory
-from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode, Turn, finish_reason
+from mlx_parallm.rl.trajectories import FEEDBACK, DropReason, Episode, Turn, finish_reason, owner_of
 from mlx_parallm.train.advantages import EPSILON, GroupAdvantages, differ, group_advantages, reward_range
 from mlx_parallm.train.data import Datum, SampledSpan, UpdateBatch
 
@@ -87,9 +87,8 @@ class ScoredGroup:
 
     @property
     def owner(self) -> str | None:
-        """Who sent it; see `Trajectory.owner`. None: that is not known, or several keys did."""
-        owners = {turn.owner for episode in self.episodes for turn in episode.turns}
-        return owners.pop() if len(owners) == 1 else None
+        """Who sent it; see `owner_of`."""
+        return owner_of(turn for episode in self.episodes for turn in episode.turns)
 
     @property
     def has_advantages(self) -> bool:

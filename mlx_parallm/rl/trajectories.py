@@ -6,7 +6,7 @@ closed at once. A group that requests name with `group_id` or `episode_id` stays
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import chain
@@ -81,6 +81,12 @@ NEVER_COLLECTED = (DropReason.ABORTED, DropReason.NOT_RECORDED)
 
 
 Turn = Trajectory | GivenTrajectory
+
+
+def owner_of(turns: Iterable[Turn]) -> str | None:
+    """Who sent all of these; see `Trajectory.owner`. None: that is not known, or several keys did."""
+    owners = {turn.owner for turn in turns}
+    return owners.pop() if len(owners) == 1 else None
 
 
 def finish_reason(turn: Turn) -> FinishReason | None:

@@ -134,12 +134,12 @@ def moved(fresh: Params, size: float = SIZE) -> Params:
 def _agreement(
     name: str, answers: Sequence[Answer], scores: Iterable[Sequence[float]], sampling_s: float, scoring_s: float
 ) -> Agreement:
-    drawn = np.concatenate([each.logprobs for each in answers])
-    apart = np.concatenate([np.array(each) for each in scores]) - drawn
+    of_sampler = np.concatenate([each.logprobs for each in answers])
+    apart = np.concatenate([np.array(each) for each in scores]) - of_sampler
     size, far = np.abs(apart), (np.exp(apart) < LEAST) | (np.exp(apart) > MOST)
     depths = []
     for low, high in pairwise(DEPTHS):
-        inside = (np.exp(drawn) >= low) & (np.exp(drawn) < high + (high == 1))
+        inside = (np.exp(of_sampler) >= low) & (np.exp(of_sampler) < high + (high == 1))
         if count := int(inside.sum()):
             part = {"tokens": count, "mean": float(size[inside].mean()), "outside": float(far[inside].mean())}
             depths.append({"from": low, "to": high, **part})

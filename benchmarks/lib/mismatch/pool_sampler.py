@@ -50,10 +50,10 @@ class PoolSampler:
             mx.eval(logits[-1], cache.arrays())
             row.computed = len(each)
             rows += [row, *(self._forked(row, len(each) + max_tokens) for _ in range(count - 1))]
-        drawn = self._decoded(rows, mx.repeat(mx.concatenate(logits), count, 0), max_tokens, seed)
+        samples = self._decoded(rows, mx.repeat(mx.concatenate(logits), count, 0), max_tokens, seed)
         for row in rows:
             cache.close(row)
-        answers = [self._answer(ids[at // count], tokens) for at, tokens in enumerate(drawn)]
+        answers = [self._answer(ids[at // count], tokens) for at, tokens in enumerate(samples)]
         return [answers[at : at + count] for at in range(0, len(answers), count)]
 
     def _opened(self, tokens: int, slot: int) -> KVRow:
@@ -72,26 +72,26 @@ class PoolSampler:
         """What each row samples, until it ends or has `most` tokens."""
         seeds = range(seed * len(rows), (seed + 1) * len(rows))
         options = [RowSampling(SamplingParams(seed=each), sampling_logprobs=True) for each in seeds]
-        drawn: list[list[SampledToken]] = [[] for _ in rows]
+        samples: list[list[SampledToken]] = [[] for _ in rows]
         live = list(range(len(rows)))
         while True:
             plan = plan_sampling([options[at] for at in live], self._vocabulary)
-            found = sample(logits, plan, [len(drawn[at]) for at in live]).read([options[at] for at in live])
+            found = sample(logits, plan, [len(samples[at]) for at in live]).read([options[at] for at in live])
             for at, token in zip(live, found, strict=True):
-                drawn[at].append(token)
-            live = [at for at in live if drawn[at][-1].token != self._end and len(drawn[at]) < most]
+                samples[at].append(token)
+            live = [at for at in live if samples[at][-1].token != self._end and len(samples[at]) < most]
             if not live:
-                return drawn
+                return samples
             spans = in_order([Span(rows[at], rows[at].computed, 1) for at in live])
             number = {id(rows[at]): at for at in live}
             live = [number[id(span.row)] for span in spans]
-            logits = self._runner.last_logits(spans, mx.array([drawn[at][-1].token for at in live], mx.uint32))
+            logits = self._runner.last_logits(spans, mx.array([samples[at][-1].token for at in live], mx.uint32))
             mx.eval(logits, self._runner.cache.arrays())
             for at in live:
                 rows[at].computed += 1
 
-    def _answer(self, prompt: tuple[int, ...], drawn: Sequence[SampledToken]) -> Answer:
-        tokens = tuple(each.token for each in drawn)
+    def _answer(self, prompt: tuple[int, ...], samples: Sequence[SampledToken]) -> Answer:
+        tokens = tuple(each.token for each in samples)
         ended = tokens[-1] == self._end
         text = self.tokenizer.decode([token for token in tokens if token != self._end])
-        return Answer(prompt, tokens, tuple(each.sampling_logprob for each in drawn), text, ended)
+        return Answer(prompt, tokens, tuple(each.sampling_logprob for each in samples), text, ended)

@@ -108,7 +108,7 @@ def alone(loss: ResolvedLoss, **changes: object) -> ResolvedLoss:
     return loss.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0, **changes})
 
 
-def as_drawn_now(datum: Datum) -> Datum:
+def as_sampled_now(datum: Datum) -> Datum:
     """The datum as if the weights had sampled it: its policy ratios are 1, so that none is clipped, whatever was learnt
     since."""
     return replace(datum, sampling_logprobs=(), on_policy=True)
@@ -149,7 +149,7 @@ class _Gradients:
     def of(self, terms: Sequence[Term]) -> Parts[list[tuple[Params, float]]]:
         """The gradients of each term, and its loss. Several terms have one datum each."""
         batches = [
-            list(split_samples([*map(as_drawn_now, term.data)], self._most, whole_groups=True)) for term in terms
+            list(split_samples([*map(as_sampled_now, term.data)], self._most, whole_groups=True)) for term in terms
         ]
         totals: list[Params | None] = [None] * len(terms)
         losses = [0.0] * len(terms)

@@ -22,13 +22,13 @@ from mlx_parallm.rl.runs.records import LearningSettings, PolicyChange, Rollback
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.shares import limited, shares_of
 from mlx_parallm.rl.teachers import taught
-from mlx_parallm.rl.trajectories import DropReason, Turn
+from mlx_parallm.rl.trajectories import DropReason, Turn, owner_of
 from mlx_parallm.rl.updates.recovery import scored_group
 from mlx_parallm.train.data import Datum, UpdateSettings
 from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.packing import minibatches
 
-REMOVED = "its trajectories were removed from the journal, as checkpoint.journal_updates says"
+REMOVED = "its trajectories were removed from the journal, as checkpointing.journal_updates says"
 """Why the samples of an old update are not known."""
 
 
@@ -55,9 +55,8 @@ class PastSample:
 
     @property
     def owner(self) -> str | None:
-        """The key that has sent it. None: not known, or several have."""
-        owners = {turn.owner for turn in self.turns}
-        return owners.pop() if len(owners) == 1 else None
+        """The key that has sent it; see `owner_of`."""
+        return owner_of(self.turns)
 
     def is_readable(self, reader: Reader) -> bool:
         return all(reader.may_read(turn.owner) for turn in self.turns)

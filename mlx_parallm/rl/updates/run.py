@@ -388,10 +388,12 @@ class AdapterRun:
         """Replaces the policy by one that `rebuild` makes; see `AdapterTraining.rebuilding`. Updates wait meanwhile."""
         async with self._lock:
             await self._changes.flush()
+            before = self.training.versions.latest
             try:
                 return await rebuild(self.training, self._changes)
             finally:
-                self._selection.restart()
+                if self.training.versions.latest != before:
+                    self._selection.restart()
                 self.sweep()
 
     async def close(self) -> None:
