@@ -27,7 +27,7 @@ from mlx_parallm.config import EngineKind, configure
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.requests import GenerationRequest, SamplingParams, SequenceOutput, StopParams, WorkClass
 from mlx_parallm.errors import ConfigError, ContextLengthError, EngineDeadError, InvalidRequestError
-from mlx_parallm.extras.retrain.settings import read_retrain
+from mlx_parallm.extras.retrain.settings import RetrainFile, read_retrain
 from mlx_parallm.rl.rollouts.answers import events_of
 
 T = TypeVar("T")
@@ -81,6 +81,7 @@ class RetrainEngine:
             )
         self._lora_alpha = lora_alpha
         self._next_seed = seed * _SEEDS_PER_RUN
+        self._asked = RetrainFile()
         self._host: _Host | None = None
         self._closed = False
         self._synced: object = None
@@ -95,7 +96,9 @@ class RetrainEngine:
         """
         asked = read_retrain(Path(file))
         rank = {} if asked.lora_rank is None else {"adapters__max_lora_rank": asked.lora_rank}
-        return cls(asked.model, asked.lora_alpha or None, asked.seed, **rank, **asked.keys)
+        made = cls(asked.model, asked.lora_alpha or None, asked.seed, **rank, **asked.keys)
+        made._asked = asked
+        return made
 
     # -- the contract ----------------------------------------------------------------------------
 
@@ -173,7 +176,13 @@ class RetrainEngine:
         if self._closed:
             raise EngineDeadError("this engine was shut down; make another one")
         if self._host is None:
-            self._host = _Host(RunningEngine(self._config))
+            host = _Host(RunningEngine(self._config))
+            try:
+                self._asked.check(host.served.card.dtype)
+            except ConfigError:
+                host.stop()
+                raise
+            self._host = host
         return self._host
 
     def _publish(self, folder: Path, state: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,8 +14,16 @@ from mlx_parallm.errors import ConfigError
 T = TypeVar("T")
 
 _OWN_ENGINE = "pytorch"
-_WITHOUT_EFFECT = {"attention_kernel": "default", "dtype": "auto", "kv_cache_dtype": "auto"}
-"""Keys of `[inference]` that are taken only with these values, which are their defaults there."""
+_IN_PROCESS_MAX = "max"
+_AUTO = "auto"
+_DTYPES = {name: name for name in (_AUTO, "bfloat16", "float16", "float32")}
+_DTYPES |= {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_KV_BITS = {"int8": 8, "int4": 4}
+_KV_DTYPES = _DTYPES | {name: name for name in _KV_BITS}
+_ATTENTION = {"default": "auto", "kernel": "kernel", "paged": "kernel", "flash": "kernel", "plain": "plain"}
+_ATTENTION |= {"flash_attention_2": "kernel", "eager": "plain", "sdpa": "plain"}
+"""Names of kernels, and `server.attention`: which of them a name means here. retrain itself reads no value of these
+three keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,8 @@ class RetrainFile:
         model: a directory or a hub id.
         lora_alpha: 0 means twice the rank.
         keys: the section `[inference]`, as keyword arguments of `configure`.
+        held: keys of `[inference]` with the type of numbers that they ask for. It can only be checked: a model is held
+            in the type of its files, and on a CPU in float32.
     """
 
     model: str | None = None
@@ -33,6 +43,16 @@ class RetrainFile:
     lora_alpha: float = 0.0
     seed: int = 0
     keys: Mapping[str, object] = field(default_factory=dict)
+    held: Mapping[str, str] = field(default_factory=dict)
+
+    def check(self, dtype: str) -> None:
+        """Raises ConfigError: the model's type of numbers is not the one that the file asks for."""
+        for key, asked in self.held.items():
+            if asked != dtype:
+                raise ConfigError(
+                    f"inference.{key}: {asked} is asked for, and the model is held in {dtype} here, the type of its "
+                    f'files, or float32 on a CPU; write "{_AUTO}"'
+                )
 
 
 def read_retrain(file: Path) -> RetrainFile:
@@ -43,17 +63,24 @@ def read_retrain(file: Path) -> RetrainFile:
     """
     tree = _read(file)
     model, training, lora = (_section(tree, name, file) for name in ("model", "training", "lora"))
-    return RetrainFile(
+    asked = RetrainFile(
         _value(model, "model", (str,), file),
         _value(model, "lora_rank", (int,), file),
         _value(lora, "alpha", (int, float), file) or 0.0,
         max(0, _value(training, "seed", (int,), file) or 0),
-        _inference_keys(_section(tree, "inference", file), file),
     )
+    return _with_inference(asked, _section(tree, "inference", file), file)
 
 
-def _inference_keys(section: Mapping[str, object], file: Path) -> dict[str, object]:
+def _with_inference(asked: RetrainFile, section: Mapping[str, object], file: Path) -> RetrainFile:
+    """What the section `[inference]` adds."""
     keys: dict[str, object] = {}
+    held: dict[str, str] = {}
+    if section.get("engine") == _IN_PROCESS_MAX and not section.get("url"):
+        raise ConfigError(
+            f"{file}: inference.engine: without url, retrain runs MAX in its own process, which has no place here; let "
+            f'retrain do that, or write "{_OWN_ENGINE}", which this engine stands in for'
+        )
     for name, value in section.items():
         if name == "engine":
             keys["inference__engine"] = EngineKind.SHARED.value if value == _OWN_ENGINE else value
@@ -61,11 +88,27 @@ def _inference_keys(section: Mapping[str, object], file: Path) -> dict[str, obje
             keys |= {"inference__url": value} if value else {}
         elif name == "prefix_caching":
             keys["server__prefix_cache"] = value
-        elif name not in _WITHOUT_EFFECT:
+        elif name == "attention_kernel":
+            keys["server__attention"] = _one_of(_ATTENTION, name, value, file)
+        elif name in ("dtype", "kv_cache_dtype"):
+            dtype = _one_of(_DTYPES if name == "dtype" else _KV_DTYPES, name, value, file)
+            if dtype in _KV_BITS:
+                keys["server__kv_bits"] = _KV_BITS[dtype]
+            elif dtype != _AUTO:
+                held[name] = dtype
+        else:
             raise ConfigError(f"{file}: inference.{name}: unknown key; remove it")
-        elif value != _WITHOUT_EFFECT[name]:
-            raise ConfigError(f"{file}: inference.{name}: {value!r} is not available here; leave it out")
-    return keys
+    return replace(asked, keys=keys, held=held)
+
+
+def _one_of(meanings: Mapping[str, str], name: str, value: object, file: Path) -> str:
+    """What a value means here. Raises ConfigError: it means nothing here."""
+    meaning = meanings.get(value) if isinstance(value, str) else None
+    if meaning is None:
+        raise ConfigError(
+            f"{file}: inference.{name}: {value!r} is not available here; give one of {', '.join(meanings)}"
+        )
+    return meaning
 
 
 def _read(file: Path) -> dict[str, object]:

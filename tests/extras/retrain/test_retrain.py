@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -184,7 +185,13 @@ def test_the_configuration_file_of_retrain(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ('"pytorch"', '"vllm"\nkv_cache_dtype = "fp8"', "kv_cache_dtype: 'fp8' is not available here"),
+        (
+            '"pytorch"',
+            '"pytorch"\nkv_cache_dtype = "fp8"',
+            "kv_cache_dtype: 'fp8' is not available here; give one of auto",
+        ),
+        ('"pytorch"', '"pytorch"\nattention_kernel = "triton"', "attention_kernel: 'triton' is not available here"),
+        ('"pytorch"', '"max"', "retrain runs MAX in its own process"),
         ('"pytorch"\nurl = ""', '"vllm"\nurl = "http://localhost:8000"', "vllm is a server of its own"),
         ('"pytorch"', '"vllm"', "needs the address of its server"),
         ('"pytorch"', '"tensorrt"', "inference.engine"),
@@ -198,6 +205,25 @@ def test_what_a_configuration_file_may_not_say(model: Path, tmp_path: Path, old:
     file.write_text(TOML.replace("MODEL", str(model)).replace(old, new))
     with pytest.raises(ConfigError, match=reason):
         RetrainEngine.from_toml(file)
+
+
+@pytest.mark.parametrize("dtype", ["dtype", "kv_cache_dtype"])
+def test_a_type_of_numbers_that_the_model_has_not_is_refused(model: Path, tmp_path: Path, dtype: str) -> None:
+    file = tmp_path / "run.toml"
+    for value, fits in (("fp32", True), ("bfloat16", False)):
+        file.write_text(TOML.replace("MODEL", str(model)).replace('dtype = "auto"', f'{dtype} = "{value}"'))
+        made = RetrainEngine.from_toml(file)
+        with nullcontext() if fits else pytest.raises(ConfigError, match="the model is held in float32 here"):
+            made.generate(PROMPTS, 1, 1, 1.0, 1.0)
+        made.shutdown()
+
+
+def test_quantized_keys_and_the_kernel_of_attention(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    keys = 'kv_cache_dtype = "int8"\nattention_kernel = "sdpa"'
+    file.write_text(TOML.replace("MODEL", str(model)).replace('dtype = "auto"', keys))
+    settings = RetrainEngine.from_toml(file)._config.server
+    assert (settings.kv_bits, settings.attention) == (8, "plain")
 
 
 def test_without_an_engine_a_sample_is_refused(model: Path) -> None:
