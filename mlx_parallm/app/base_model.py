@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -144,6 +145,7 @@ class BaseModel:
             allow_special_tokens=model.allow_special_tokens,
             tool_parser=model.tool_parser,
             reasoning_parser=model.reasoning_parser,
+            template_variables=json.loads(model.chat_template_kwargs or "{}"),
             progress=loaded is None and self._config.server.log_format == "text",
             loaded=loaded,
             split=self._shared.parts.split,

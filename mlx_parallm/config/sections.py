@@ -25,6 +25,7 @@ from mlx_parallm.config.types import (
     Folder,
     Folders,
     Integer,
+    JsonVariables,
     Names,
     Number,
     OptionalNames,
@@ -71,6 +72,12 @@ class ModelConfig(Section):
     reasoning_parser: Annotated[Text | None, Flag("--reasoning-parser", "NAME")] = None
     """How models mark their reasoning, by vLLM's names, such as qwen3, openai_gptoss or mistral. An unknown name is an
     error that lists all. null means as each model's chat template and vocabulary tell.
+    """
+    chat_template_kwargs: Annotated[
+        JsonVariables | None, Flag("--chat-template-kwargs", "JSON", alias="--default-chat-template-kwargs")
+    ] = None
+    """Variables of the chat template as a JSON object, such as '{"enable_thinking": false}' for a model that thinks
+    before it answers. Rollouts and training use them too; those of a request come before them. null means none.
     """
     max_model_len: Annotated[Integer | None, Flag("--max-model-len", "TOKENS", common=True)] = Field(default=None, ge=1)
     """Longest prompt plus completion, in tokens. null means the model's own limit."""

@@ -6,6 +6,7 @@ Each field type reads a yaml value as well as the text of a flag or an environme
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
 import socket
 from dataclasses import dataclass
@@ -182,6 +183,16 @@ def _parse_kv_bits(value: object) -> int | None:
     raise ValueError("must be 8 or 4, the bits for which keys and values can be quantized; null quantizes nothing")
 
 
+def _check_variables(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"is no JSON: {error}") from None
+    if not isinstance(value, dict) or not all(name.isidentifier() for name in value):
+        raise ValueError("""must be a JSON object of variables, such as '{"enable_thinking": false}'""")
+    return text
+
+
 def lower(value: object) -> object:
     """Text in lower case, other values unchanged. A BeforeValidator for words that may be written in any case."""
     return value.lower() if isinstance(value, str) else value
@@ -246,6 +257,7 @@ Selector = Annotated[str, AfterValidator(_check_selector)]
 Url = Annotated[str, AfterValidator(_check_url)]
 ApiKey = Annotated[SecretStr, AfterValidator(_check_api_key)]
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(exact_bytes)]
+JsonVariables = Annotated[str, AfterValidator(_check_variables)]
 KVBits = Annotated[int | None, BeforeValidator(_parse_kv_bits)]
 AutoByteSize = Annotated[
     int | None,

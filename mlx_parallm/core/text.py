@@ -158,6 +158,37 @@ class TextTokenizer(Protocol):
         """
 
 
+RESERVED_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+"""Names that are not free for variables of a chat template: the arguments of Transformers' `apply_chat_template`."""
+_SPECIAL = "_token"
+"""How the names of the tokenizer's own variables end, such as `bos_token`."""
+
+
+def is_free_variable(name: str) -> bool:
+    """Whether a variable of this name may be given to a chat template."""
+    return name not in RESERVED_VARIABLES and not name.endswith(_SPECIAL)
+
+
 def end_id(tokenizer: TextTokenizer) -> int:
     """The end-of-sequence token; if the model has several, the one that the tokenizer names."""
     ends = sorted(tokenizer.eos_token_ids)

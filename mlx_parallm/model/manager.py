@@ -9,11 +9,12 @@ checkpoints.hot_swap(manager, "checkpoint-1")
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import mlx.nn as nn
@@ -68,6 +69,7 @@ class SharedModelManager:
         allow_special_tokens: see `Tokenizer`.
         tool_parser: see `Tokenizer`.
         reasoning_parser: see `Tokenizer`.
+        template_variables: see `Tokenizer`.
         progress: whether to report progress on stderr.
         loaded: the model of `path_or_id` as `load` returns it; None: it is loaded here.
         split: keeps this machine's part of a model that is divided among several, of which each makes a manager at the
@@ -86,6 +88,7 @@ class SharedModelManager:
         allow_special_tokens: bool = False,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        template_variables: Mapping[str, object] = MappingProxyType({}),
         progress: bool = True,
         loaded: LoadedModel | None = None,
         split: Callable[[nn.Module], ModelSplit] | None = None,
@@ -103,7 +106,8 @@ class SharedModelManager:
         parameters = get_total_parameters(self.model)
         self.split = None if split is None else split(self.model)
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:  # its vocabulary takes a second
-            tokenizer = beside.submit(Tokenizer, loaded.tokenizer, allow_special_tokens, tool_parser, reasoning_parser)
+            options = (allow_special_tokens, tool_parser, reasoning_parser, template_variables)
+            tokenizer = beside.submit(Tokenizer, loaded.tokenizer, *options)
             materialize(self.model, loaded.name, progress)
         if on_cpu():
             adapt_to_cpu(self.model)

@@ -9,14 +9,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
-from mlx_parallm.core.text import Reasoning
+from mlx_parallm.core.text import Reasoning, is_free_variable
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text
-from mlx_parallm.errors import ContextLengthError, InvalidRequestError
+from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError
 from mlx_parallm.model.encoding import ControlText, StandIns, codec_of, token_bytes_of
 from mlx_parallm.model.tools.formats import ToolFormat, tool_format_of
 from mlx_parallm.model.tools.thinking import reasoning_of
@@ -43,9 +44,10 @@ class Tokenizer:
         allow_special_tokens: whether the text of a control token in a chat message becomes that token, as in `encode`.
         tool_parser, reasoning_parser: names of the formats of calls and of reasoning. None: those that the vocabulary
             and the chat template tell of.
+        template_variables: of every conversation, where the caller of `apply_chat_template` does not set them.
 
     Raises:
-        ConfigError: there is no format of this name.
+        ConfigError: there is no format of this name, or a variable is not free.
     """
 
     def __init__(
@@ -54,8 +56,14 @@ class Tokenizer:
         allow_special_tokens: bool = False,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
+        template_variables: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
+        if taken := [name for name in template_variables if not is_free_variable(name)]:
+            raise ConfigError(
+                f"model.chat_template_kwargs: {taken[0]} is no free variable of a chat template; remove it"
+            )
         self._hf = wrapped
+        self._variables = template_variables
         self._codec = codec_of(wrapped)
         self._token_bytes = token_bytes_of(wrapped)
         added = wrapped.added_tokens_decoder  # special ones may have no role, such as BOS or EOS
@@ -153,7 +161,7 @@ class Tokenizer:
             "tokenize": False,
             **({} if template is None else {"chat_template": template}),  # mlx-lm's own renderers have no such option
         }
-        control, variables = self._control_text, kwargs
+        control, variables = self._control_text, {**self._variables, **kwargs}
         messages = _fitted(messages, variables, template or self.chat_template or "", self.tool_format, self.reasoning)
         stand_ins: StandIns = {}
         if control is not None:

@@ -7,10 +7,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from mlx_parallm.errors import InvalidRequestError
+from mlx_parallm.core.text import RESERVED_VARIABLES
+from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.tokenizer import Tokenizer
-from mlx_parallm.server.api.conversation import RESERVED
 
 TEXT = "In 2024 the naïve café cost 12 €.\n\n\t日本語 👨‍👩‍👧  end"
 
@@ -109,8 +109,20 @@ def test_another_template_is_rendered_in_the_sandbox(smollm):
         smollm.apply_chat_template(turns, template="{{ messages.__class__.__mro__ }}")
 
 
+def test_variables_of_every_conversation_give_way_to_those_of_a_call():
+    hf = tiny_tokenizer()
+    hf.chat_template = "{{ mood }}{{ place }}"
+    tokenizer = Tokenizer(TokenizerWrapper(hf), template_variables={"mood": "a", "place": "b"})
+    turns = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(turns) == tokenizer.encode("ab", add_special_tokens=False)
+    assert tokenizer.apply_chat_template(turns, mood="c") == tokenizer.encode("cb", add_special_tokens=False)
+    for taken in ("tools", "bos_token"):
+        with pytest.raises(ConfigError, match=rf"model\.chat_template_kwargs: {taken} is no free variable"):
+            Tokenizer(TokenizerWrapper(hf), template_variables={taken: 1})
+
+
 def test_every_argument_of_the_renderer_is_reserved():
     """So no variable of a client's can take the place of one."""
     named = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
     arguments = {name for name, about in named.items() if about.kind is not about.VAR_KEYWORD}
-    assert arguments <= RESERVED
+    assert arguments <= RESERVED_VARIABLES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ def train_reward_model(
         allow_special_tokens=config.model.allow_special_tokens,
         tool_parser=config.model.tool_parser,
         reasoning_parser=config.model.reasoning_parser,
+        template_variables=json.loads(config.model.chat_template_kwargs or "{}"),
     )
     tokenizer, context_length = manager.tokenizer, manager.card.context_length
     preferences = read_preferences(sources.preferences, tokenizer, context_length, _PREFERENCES)

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from mlx_parallm.core.text import TextTokenizer, Tool
+from mlx_parallm.core.text import RESERVED_VARIABLES, TextTokenizer, Tool, is_free_variable
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text, lost_result, read_arguments, tools_as_text
 from mlx_parallm.errors import ConfigError, InvalidRequestError, shown
 from mlx_parallm.server.api.bodies import is_shallow
@@ -359,30 +359,6 @@ def _writes_later_system(tokenizer: TextTokenizer, template: str | None) -> bool
 
 MAX_VARIABLES, MAX_VARIABLE_NAME = 64, 64
 MAX_VARIABLES_BYTES, MAX_VARIABLES_DEPTH = 64 * 1024, 16
-RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "self",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
-"""Names that are not free for variables: the arguments of Transformers' `apply_chat_template`."""
-SPECIAL = "_token"
-"""How the names of the tokenizer's own variables end, such as `bos_token`."""
 TEMPLATES = "*.jinja"
 
 
@@ -390,7 +366,7 @@ def _variables(value: object) -> dict[str, Any]:
     if not isinstance(value, dict) or len(value) > MAX_VARIABLES:
         raise refused(f"must be an object of at most {MAX_VARIABLES} variables")
     for name in value:
-        if name in RESERVED or name.endswith(SPECIAL):
+        if not is_free_variable(name):
             raise refused("is not a free variable of the chat template; some have a field of their own", name)
         if not name.isidentifier() or len(name) > MAX_VARIABLE_NAME:
             raise refused(f"each name must be an identifier of at most {MAX_VARIABLE_NAME} characters")
@@ -401,7 +377,11 @@ def _variables(value: object) -> dict[str, Any]:
     return {name: variable for name, variable in value.items() if variable is not None}
 
 
-_Names = {"pattern": "^[A-Za-z_][A-Za-z0-9_]*$", "maxLength": MAX_VARIABLE_NAME, "not": {"enum": sorted(RESERVED)}}
+_Names = {
+    "pattern": "^[A-Za-z_][A-Za-z0-9_]*$",
+    "maxLength": MAX_VARIABLE_NAME,
+    "not": {"enum": sorted(RESERVED_VARIABLES)},
+}
 TemplateVariables = Annotated[
     dict[str, Any],
     PlainValidator(
