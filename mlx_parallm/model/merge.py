@@ -1,5 +1,5 @@
-"""`mlx_parallm adapters merge`, `convert` and `average`: add an adapter to a model's weights, write it in another
-format, or write the weighted mean of several."""
+"""`mlx_parallm adapters export` and `average`: write an adapter for another program, a model with an adapter in its
+weights, or the weighted mean of several adapters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,12 +23,16 @@ from mlx_parallm.adapters.runs import adapter_in
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
 from mlx_parallm.atomic import new_folder
 from mlx_parallm.errors import AdapterFileError, ConfigError, UnsupportedModelError
+from mlx_parallm.extras_table import needed
+from mlx_parallm.model.bundled import BUNDLED_HUB_ID
 from mlx_parallm.model.device import prepare_device
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.loading import GENERATION_CONFIG, LoadedModel, load
 from mlx_parallm.model.packing import dequantize as dequantize_layers
 from mlx_parallm.model.packing import packed_like
 from mlx_parallm.model.split import owner_of
+
+ExportFormat = Literal[FormatName, "gguf"]
 
 _TIED = "tie_word_embeddings"
 _PACKINGS = ("quantization", "quantization_config")
@@ -68,21 +72,28 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
             shutil.copy(base.source / GENERATION_CONFIG, folder)
 
 
-def convert(model_path: str | None, adapter: Path, output: Path, form: FormatName) -> None:
-    """Writes a new directory with the adapter in another format. The write is atomic.
+def export_adapter(
+    model_path: str | None, adapter: Path, output: Path, form: ExportFormat, base_name: str | None = None
+) -> None:
+    """Writes a new directory with the adapter for another program. The write is atomic.
 
     Args:
-        model_path: the adapter's base model; None means the bundled one. PEFT's format names it.
+        model_path: the adapter's base model; None means the bundled one.
+        base_name: what PEFT's config calls the base model; None means `model_path`.
 
     Raises:
-        ConfigError: `output` exists.
-        ModelNotFoundError, UnsupportedModelError: the base cannot be loaded.
-        AdapterFileError: the adapter cannot be read, or is not for this model.
+        ConfigError: `output` exists, or a package is missing.
+        ModelNotFoundError: the base cannot be loaded.
+        UnsupportedModelError: neither can it, or the format has no place for the adapter.
+        AdapterFileError: the adapter cannot be read, is not for this model, or the format has no place for it.
     """
-    _, layout = _base_for(output, model_path)
+    base, layout = _base_for(output, model_path)
     weights = _read(adapter, layout)
     with new_folder(output) as folder:
-        write_adapter(folder, form, weights, layout, model_path)
+        if form == "gguf":
+            needed("gguf", "--to gguf").write_gguf(folder, weights, layout, base.config)
+        else:
+            write_adapter(folder, form, weights, layout, base_name or model_path or BUNDLED_HUB_ID)
 
 
 def write_average(
@@ -113,7 +124,7 @@ def write_average(
     members = [_read(folder, layout) for folder in folders]
     mean = average(members, weights, rank)
     with new_folder(output) as folder:
-        write_adapter(folder, form, mean.weights, layout, model_path)
+        write_adapter(folder, form, mean.weights, layout, model_path or BUNDLED_HUB_ID)
         if check is not None:
             check(folder, max(adapter.rank for adapter in (*members, mean.weights)))
     return mean

@@ -74,7 +74,7 @@ def test_the_command_says_what_the_rank_costs(folders: list[Path], tmp_path: Pat
     options = ("--weights", 0.5, 0.3, 0.2, "--out")
     assert average(tmp_path, *folders, *options, tmp_path / "exact") == 0
     assert capsys.readouterr().out == f"wrote {tmp_path / 'exact'}: the mean of 3 adapters, rank 5, which is exact\n"
-    assert average(tmp_path, *folders, *options, tmp_path / "low", "--rank", 2, "--format", "mlx-lm") == 0
+    assert average(tmp_path, *folders, *options, tmp_path / "low", "--rank", 2, "--to", "mlx") == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"wrote {tmp_path / 'low'}: the mean of 3 adapters, rank 2 of 5"
     assert second.startswith("lost by the lower rank: 0.")

@@ -331,22 +331,27 @@ def test_list_shows_bundled_and_downloaded_models(capsys, monkeypatch):
 
 
 @pytest.fixture
-def merged(monkeypatch):
-    """A stand-in for the merge: remembers its arguments."""
+def exported(monkeypatch):
+    """A stand-in for what writes models and adapters: remembers its arguments."""
     module = ModuleType("mlx_parallm.model.merge")
     calls = []
     module.merge = lambda *args, **options: calls.append((*args, options))
+    module.export_adapter = lambda *args: calls.append(args)
     monkeypatch.setitem(sys.modules, "mlx_parallm.model.merge", module)
     return calls
 
 
-def test_merge_hands_its_folders_on(merged, capsys):
-    assert main(["adapters", "merge", "a/math", "out dir"]) == 0
+def test_export_hands_its_folders_on(exported, capsys):
+    assert main(["adapters", "export", "a/math", "--to", "fused", "--out", "out dir"]) == 0
     assert "serve --model-path 'out dir'" in capsys.readouterr().out
-    assert main(["adapters", "merge", "a", "b", "--model-path", "o/m", "--dequantize"]) == 0
-    assert merged == [
+    assert main(["adapters", "export", "a", "--to=fused", "--out=b", "--model-path=o/m", "--dequantize"]) == 0
+    assert main(["adapters", "export", "a", "--to=mlx", "--out=b", "--base-name=o/n"]) == 0
+    assert main(["adapters", "export", "a", "--to=gguf", "--out=b"]) == 0
+    assert exported == [
         (None, Path("a/math"), Path("out dir"), {"dequantize": False}),
         ("o/m", Path("a"), Path("b"), {"dequantize": True}),
+        (None, Path("a"), Path("b"), "mlx-lm", "o/n"),
+        (None, Path("a"), Path("b"), "gguf", None),
     ]
 
 
@@ -356,11 +361,12 @@ def test_merge_hands_its_folders_on(merged, capsys):
         (["load", "math"], "error: the following arguments are required: PATH"),
         (["load", "math", "x", "y"], "error: unexpected argument 'y'"),
         (["load", "math", "x", "--replce"], "error: --replce: unknown flag; did you mean --replace?"),
-        (["merge", "a"], "error: the following arguments are required: OUTPUT_DIR"),
+        (["export", "a"], "error: the following arguments are required: --to, --out"),
+        (["export", "a", "--to=peft", "--out=b", "--dequantize"], "error: --dequantize: --to peft writes no model"),
         (["lst"], "error: argument COMMAND: invalid choice: 'lst'"),
     ],
 )
-def test_mistyped_adapter_command_exits_2(merged, capsys, argv, message):
+def test_mistyped_adapter_command_exits_2(exported, capsys, argv, message):
     assert main(["adapters", *argv]) == 2
     assert capsys.readouterr().err.startswith(message)
-    assert merged == []
+    assert exported == []

@@ -152,7 +152,7 @@ def test_record_of_a_run(training, tmp_path, capsys):
         "updates in kept/metrics.jsonl",
         "curves in kept/training.png",
         "serve it with `mlx_parallm serve --checkpoint-dir kept --serve-adapter default`",
-        "merge it with `mlx_parallm adapters merge kept/default/checkpoint-2 default-merged`",
+        "take it elsewhere with `mlx_parallm adapters export kept/default/checkpoint-2 --to fused --out default-fused`",
     ]
     assert shown.err == ""
 
