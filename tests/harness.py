@@ -19,6 +19,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
+from mlx_parallm.batch.hidden import HiddenStates
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.device import DeviceSchedule, TrainingWork
@@ -32,6 +33,7 @@ from mlx_parallm.core.requests import (
     StopParams,
 )
 from mlx_parallm.engine.budget import CostModel
+from mlx_parallm.engine.draft_head import DraftHead
 from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.engine import Engine, EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
@@ -45,6 +47,7 @@ from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.model.cache_plan import prepare
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
+from mlx_parallm.model.mtp import PredictionHead, attached
 
 T = TypeVar("T")
 
@@ -186,7 +189,7 @@ def make_harness(
     kv_bits: int | None = None,
     schedule: DeviceSchedule = SCHEDULE,
     speculates: bool = False,
-    draft: nn.Module | None = None,
+    draft: nn.Module | PredictionHead | None = None,
     compatible: bool = False,
     **switches: Any,
 ) -> Harness:
@@ -194,7 +197,8 @@ def make_harness(
     `switches` go to `EngineParts`.
 
     `speculates`: tokens are guessed from texts and grammars. `draft`: a draft model guesses, also if it is `model`
-    itself, which then guesses for rows with an adapter. Its passes are taken to cost a tenth, whatever they take.
+    itself, which then guesses for rows with an adapter, or the prediction head of `model`. Its passes are taken to cost
+    a tenth, whatever they take.
     `compatible`: rows run one by one.
     """
     model = model or tiny_model("llama")
@@ -219,9 +223,15 @@ def make_harness(
     if draft is not None:
         sources |= {Source.GRAMMAR, Source.MODEL}
         memory = DeviceMemory(device.budget_bytes, sharing)
-        own = _draft_runner(draft, bank if draft is model else None, memory, max_length)
         cheap = FixedCost(0.001, 1e-5, 1e-9)
-        switches["draft_model"] = DraftModel(own, cheap, plan.vocab_size, plan.vocab_size, for_adapters=draft is model)
+        if isinstance(draft, PredictionHead):
+            own = _head_runner(attached(draft.model, model), bank, memory, max_length)
+            runner.hidden = HiddenStates()
+            switches["draft_model"] = DraftHead(own, cheap, plan.vocab_size, draft.input, runner.hidden)
+        else:
+            own = _draft_runner(draft, bank if draft is model else None, memory, max_length)
+            size = plan.vocab_size
+            switches["draft_model"] = DraftModel(own, cheap, size, size, for_adapters=draft is model)
     switches["draft_sources"] = frozenset(sources)
     cost = (FixedCost if sources else CostModel)(0.01, 1e-4, 1e-8)
     parts = EngineParts(runner, store, vocabulary, scheduler, cost, training, **switches)
@@ -265,6 +275,11 @@ def _draft_runner(model: nn.Module, bank: AdapterBank | None, device: DeviceMemo
     layout = plan.layout
     bank = bank or _bank(model, 0, 1, layout.dtype)
     return BatchRunner(model, LoRABatchedKVCache(layout, device, max_length), bank, plan)
+
+
+def _head_runner(head: PredictionHead, bank: AdapterBank, device: DeviceMemory, max_length: int) -> BatchRunner:
+    cache = LoRABatchedKVCache(head.plan.layout, device, max_length, keep_prefixes=False)
+    return BatchRunner(head.model, cache, bank, head.plan)
 
 
 def _bank(model: nn.Module, slots: int, max_rank: int, dtype: mx.Dtype) -> AdapterBank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ _LAYERS = 3
 """Of the base model. The head is what would be the fourth one."""
 _ZERO_CENTERED = ("input_layernorm", "post_attention_layernorm", "norm", "q_norm", "k_norm", "enorm", "hnorm")
 """Norms of Qwen's models, whose published weights are too small by 1."""
+_ADDS = re.compile(r"layers\..*\.(o_proj|out_proj|down_proj)\.")
+"""What a layer adds to its input comes from these."""
 _QWEN_NAMES = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
 
 
@@ -43,6 +46,8 @@ class Reference:
     model: nn.Module
     layer: nn.Module
     own: Weights
+    embedding: mx.array
+    head: mx.array
 
     def logits(self, tokens: list[int]) -> mx.array:
         """[T - 1, vocab]: after each token but the first one, from it and the hidden state before it."""
@@ -52,15 +57,13 @@ class Reference:
 
     def step(self, tokens: list[int], hidden: mx.array) -> tuple[mx.array, mx.array]:
         """The head's own hidden states and logits after each of these tokens, from the hidden states before them."""
-        trunk, owner = trunk_of(self.model), owner_of(self.model)
-        embedded = trunk.embed_tokens.weight[mx.array(tokens)]
+        embedded = self.embedding[mx.array(tokens)]
         joined = mx.concatenate([self.norm(embedded, "enorm"), self.norm(hidden, "hnorm")], axis=-1)
         count = len(tokens)
         mask = mx.array(np.tril(np.ones((count, count), bool)))
         outputs = self.layer((joined @ self.own["eh_proj"].T)[None], mask)[0]
         outputs = self.norm(outputs, "norm")
-        head = trunk.embed_tokens.weight if "lm_head" not in owner else owner.lm_head.weight
-        return outputs, outputs @ head.T
+        return outputs, outputs @ self.head.T
 
     def norm(self, x: mx.array, name: str) -> mx.array:
         mean = (x * x).mean(axis=-1, keepdims=True)
@@ -68,20 +71,30 @@ class Reference:
 
 
 def save_with_head(
-    config: dict[str, Any], folder: Path, *, published: bool = True, seed: int = 0, **own: mx.array
+    config: dict[str, Any], folder: Path, *, published: bool = True, right: bool = False, seed: int = 0
 ) -> Reference:
-    """Writes a model directory: with the names and layouts of the published files, or with mlx-lm's. `own`: weights of
-    the head that are not random: `enorm`, `hnorm`, `eh_proj` or `norm`."""
+    """Writes a model directory: with the names and layouts of the published files, or with mlx-lm's.
+
+    `right`: no layer adds anything, so that the next token depends on the last one alone, and the head predicts it.
+    Else all weights are random.
+    """
     whole = build_model({**config, "num_hidden_layers": _LAYERS + 1}, seed)
+    if right:
+        parts = [(name, array) for name, array in tree_flatten(whole.parameters()) if _ADDS.search(name)]
+        whole.update(tree_unflatten([(name, mx.zeros_like(array)) for name, array in parts]))
     base = build_model(config, seed)
     weights = dict(tree_flatten(whole.parameters()))
     names = [name for name, _ in tree_flatten(base.parameters())]
     base.update(tree_unflatten([(name, weights[name]) for name in names]))
-    dims = config["hidden_size"]
-    keys = mx.random.split(mx.random.key(seed + 1), 4)
-    norms = zip(("enorm", "hnorm", "norm"), keys, strict=False)
-    random = {name: 1 + 0.2 * mx.random.normal((dims,), key=key) for name, key in norms}
-    own = {**random, "eh_proj": mx.random.normal((dims, 2 * dims), key=keys[3]) / dims**0.5, **own}
+    own = _of_head(config["hidden_size"], seed + 1)
+    if right:
+        ones = mx.ones_like(own["norm"])
+        own = {
+            "enorm": ones,
+            "hnorm": ones,
+            "norm": trunk_of(base).norm.weight,
+            "eh_proj": mx.eye(*own["eh_proj"].shape),
+        }
     qwen = config["model_type"].startswith("qwen")
     number = (
         61 if config["model_type"].startswith("deepseek") else _LAYERS
@@ -97,7 +110,17 @@ def save_with_head(
         stored[f"{layer}embed_tokens.weight"] = weights["model.embed_tokens.weight"]
         stored[f"{layer}shared_head.head.weight"] = weights["lm_head.weight"]
     save_files(folder, _published(stored, qwen, config["model_type"] == "qwen3_5_moe") if published else stored, config)
-    return Reference(base, whole.layers[_LAYERS], own)
+    embedding = trunk_of(base).embed_tokens.weight
+    return Reference(base, whole.layers[_LAYERS], own, embedding, owner_of(base).lm_head.weight)
+
+
+def _of_head(dims: int, seed: int) -> Weights:
+    keys = mx.random.split(mx.random.key(seed), 4)
+    norms = {
+        name: mx.random.normal((dims,), key=key) for name, key in zip(("enorm", "hnorm", "norm"), keys, strict=False)
+    }
+    projection = mx.random.normal((dims, 2 * dims), key=keys[3]) / dims**0.5
+    return {**{name: 1 + 0.2 * noise for name, noise in norms.items()}, "eh_proj": projection}
 
 
 def save_files(folder: Path, weights: Weights, config: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from mlx_parallm.core.device import TrainingWork
 from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.draft_loading import build_draft_model, load_draft_model, sources_of
+from mlx_parallm.engine.draft_loading import weight_bytes as draft_bytes
 from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.scheduler import SchedulerConfig
@@ -35,6 +36,7 @@ from mlx_parallm.kv.disk import PrefixStore
 from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.loading import LoadedModel, load, materializing
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.model.mtp import PredictionHead
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
 
 _BANK_SHARE = 0.75
@@ -44,14 +46,14 @@ _BANK_SHARE = 0.75
 @dataclass(frozen=True, slots=True)
 class Built:
     """What a base model has on the device while it is loaded. `sources`: where drafts come from. `draft`: its
-    draft model, if that is another model."""
+    draft model, if that is another model, or its prediction head."""
 
     manager: SharedModelManager
     bank: AdapterBank
     runner: BatchRunner
     store: AdapterStore
     sources: frozenset[Source]
-    draft: SharedModelManager | None
+    draft: SharedModelManager | PredictionHead | None
 
 
 class BaseModel:
@@ -113,8 +115,9 @@ class BaseModel:
         """
         config, shared = self._config, self._shared
         manager = manager or self._manager()
-        sources, draft = sources_of(config, manager), load_draft_model(manager, config)
-        memory = shared.open_memory(manager.card.weight_bytes + (draft.card.weight_bytes if draft else 0))
+        draft = load_draft_model(manager, config)
+        sources = sources_of(config, manager, has_head=isinstance(draft, PredictionHead))
+        memory = shared.open_memory(manager.card.weight_bytes + draft_bytes(draft))
         try:
             limit = int(_BANK_SHARE * memory.budget_bytes)
             bank = manager.install_bank(

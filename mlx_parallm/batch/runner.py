@@ -27,6 +27,7 @@ from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.attention import AttentionChoice
 from mlx_parallm.batch.block_attention import pairs_work
 from mlx_parallm.batch.forward import Forward, KeptGroups
+from mlx_parallm.batch.hidden import HiddenStates
 from mlx_parallm.batch.sampling import (
     PromptScores,
     RowSampling,
@@ -110,6 +111,7 @@ class BatchRunner:
 
     Attributes:
         attention: which calls of attention its passes have.
+        hidden: where the trunk's outputs are kept for a prediction head; None if there is none.
 
     Args:
         model: an mlx-lm model.
@@ -127,6 +129,7 @@ class BatchRunner:
     ) -> None:
         self.cache = cache
         self.attention = AttentionChoice(0.0 if pairs_work(cache.layout.dtype) else math.inf)
+        self.hidden: HiddenStates | None = None
         self._bank = bank
         self._model = model
         self._trunk = trunk_of(model)
@@ -146,6 +149,8 @@ class BatchRunner:
         self._planned = None
         self._groups.clear()
         self.cache.clear()
+        if self.hidden is not None:
+            self.hidden.clear()
 
     # -- one pass --------------------------------------------------------------------------------
 
@@ -162,6 +167,8 @@ class BatchRunner:
         counts = [1 + span.row.drafted if id(span.row) in sampled else 0 for span in spans]
         targets = [_targets(span) if span.row.scored else [] for span in spans]
         outputs = self.run_trunk(_inputs(spans, previous), spans)
+        if self.hidden is not None:
+            self.hidden.add(spans, outputs)
         needed = [len(scored) + count for scored, count in zip(targets, counts, strict=True)]
         logits = self._logits(outputs, spans, needed)
         return self._pending(spans, counts, targets, logits, _pooled(outputs, spans))
@@ -189,6 +196,7 @@ class BatchRunner:
         arrays = sampled.arrays() if sampled else self.cache.arrays()
         arrays += [array for _, _, scores in pending.scores for array in scores.arrays()]
         arrays += [pending.pooled.hidden] if pending.pooled else []
+        arrays += self.hidden.newest() if self.hidden is not None else []
         mx.async_eval(arrays, self.cache.state_arrays())  # type: ignore[no-untyped-call]
         return Launched(pending.rows, sampled, pending.scores, pending.pooled)
 
@@ -217,9 +225,16 @@ class BatchRunner:
             spans: in the order of `in_order`.
             tokens: the ids of all spans, [N].
         """
-        logits = self._logits(self.run_trunk(tokens, spans), spans, [1] * len(spans))
+        return self.last_outputs(spans, tokens)[1]
+
+    def last_outputs(self, spans: Seq[Span[KVRow]], tokens: mx.array) -> tuple[mx.array, mx.array]:
+        """As `last_logits`; the trunk's outputs [n, D] come before the logits."""
+        outputs = self.run_trunk(tokens, spans)
+        if len(outputs) > len(spans):
+            outputs = outputs[mx.array(np.cumsum([span.tokens for span in spans]) - 1)]
+        logits = self._logits(outputs, spans, [1] * len(spans))
         assert logits is not None
-        return logits
+        return outputs, logits
 
     # -- parts of a pass -------------------------------------------------------------------------
 

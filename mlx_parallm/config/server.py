@@ -135,8 +135,9 @@ class ServerConfig(Section):
     speculation: Annotated[Speculation, Flag("--speculation", "auto|ngram|draft|off")] = Speculation.OFF
     """Where the guessed tokens come from that a forward pass computes besides the next one of each sequence, to keep
     those that are right. The texts are the same. ngram: what followed the same words earlier in the prompt or the
-    answer. draft: what draft_model says. auto: both. All of them also guess what a grammar demands, and compute guesses
-    only where answers should come faster so. off: one token of each sequence at a time.
+    answer. draft: what draft_model says. auto: both; without a draft_model, what the model's own prediction head says,
+    if its checkpoint has one. All of them also guess what a grammar demands, and compute guesses only where answers
+    should come faster so. off: one token of each sequence at a time.
     """
     max_queued: Annotated[Integer, Flag("--max-queued", "SEQUENCES", only=SERVE)] = Field(default=512, ge=1)
     """Largest number of sequences that wait for admission. Further requests get 429."""

@@ -6,9 +6,11 @@ import logging
 from dataclasses import replace
 
 from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.batch.hidden import HiddenStates
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Attention, Config, Speculation
 from mlx_parallm.engine.budget import CostModel
+from mlx_parallm.engine.draft_head import DraftHead
 from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.model_check import prove_once
 from mlx_parallm.engine.speculate import Source
@@ -17,6 +19,7 @@ from mlx_parallm.errors import ConfigError, UnsupportedModelError
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory, MemoryAccount
 from mlx_parallm.model.manager import SharedModelManager
+from mlx_parallm.model.mtp import PredictionHead, attached
 from mlx_parallm.model.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -32,15 +35,18 @@ _SOURCES = {
 }
 
 
-def sources_of(config: Config, base: SharedModelManager) -> frozenset[Source]:
+def sources_of(config: Config, base: SharedModelManager, has_head: bool = False) -> frozenset[Source]:
     """Where drafts come from; nothing without speculation.
+
+    Args:
+        has_head: the base model's own prediction head is loaded, which `auto` uses in place of a draft model.
 
     Raises:
         UnsupportedModelError: speculation is asked for, and not `auto` without a draft model, and this model cannot
             forget wrong drafts.
     """
     speculation, draft = config.server.speculation, config.model.draft_model
-    sources = _SOURCES[speculation] if draft is not None else _SOURCES[speculation] - {Source.MODEL}
+    sources = _SOURCES[speculation] if draft is not None or has_head else _SOURCES[speculation] - {Source.MODEL}
     if speculation is Speculation.AUTO and draft is None and not base.plan.layout.rolls_back:
         _log.info("%s is served without speculation: its states cannot forget wrong guesses", base.card.name)
         return frozenset()
@@ -59,14 +65,17 @@ def _check_forgets(model: SharedModelManager, asked: str) -> None:
         )
 
 
-def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelManager | None:
-    """Loads the draft model. None if there is none, or if it is the base model itself.
+def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelManager | PredictionHead | None:
+    """Loads the draft model, or without one the base model's prediction head for `auto`. None if there is none, or if
+    the draft model is the base model itself.
 
     Raises:
         ModelError: it cannot be loaded or batched, or cannot forget wrong drafts.
         ConfigError: it has another vocabulary, or there are several base models.
     """
     path = config.model.draft_model
+    if path is None and config.server.speculation is Speculation.AUTO and base.plan.layout.rolls_back:
+        return base.load_head()
     if path is None or path == BASE:
         return None
     if config.model.other_base_models:
@@ -96,12 +105,19 @@ def _id(vocabulary: dict[str, int], token: str) -> str:
     return f"the id {vocabulary[token]}" if token in vocabulary else "no id"
 
 
+def weight_bytes(draft: SharedModelManager | PredictionHead | None) -> int:
+    """Bytes of the weights that are loaded beside those of the base model."""
+    if isinstance(draft, PredictionHead):
+        return draft.weight_bytes
+    return 0 if draft is None else draft.card.weight_bytes
+
+
 def build_draft_model(
     base: SharedModelManager,
     bank: AdapterBank,
     runner: BatchRunner,
     cost: CostModel,
-    draft: SharedModelManager | None,
+    draft: SharedModelManager | PredictionHead | None,
     sharing: list[DeviceMemory],
     keep_prefixes: bool,
 ) -> DraftModel:
@@ -115,22 +131,49 @@ def build_draft_model(
     """
     memory = DeviceMemory(runner.cache.device.budget_bytes, sharing)
     try:
-        model = draft or base
-        length = min(runner.cache.longest_row, model.card.context_length)
-        slots = bank if draft is None else draft.install_bank(slots=0, max_rank=1)
-        if draft is not None:
-            prove_once(draft, slots)
-        cache = LoRABatchedKVCache(model.plan.layout, memory, length, keep_prefixes)
-        own = BatchRunner(model.model, cache, slots, model.plan)
-        own.attention = runner.attention
-        if draft is not None:
-            wanted = Attention.AUTO if runner.attention.kernel else Attention.PLAIN
-            choose_attention(own, wanted, Prover(model.model, slots, model.plan, own))
-            cost = calibrate_steps(own, calibrate(own))
+        if isinstance(draft, PredictionHead):
+            drafts: DraftModel = _draft_head(base, bank, runner, draft, memory)
+        else:
+            drafts = _draft_model(base, bank, runner, cost, draft, memory, keep_prefixes)
     except BaseException:  # whatever it is: the base models must not count its memory
         memory.leave()
         raise
-    weights = 0 if draft is None else draft.card.weight_bytes
-    drafts = DraftModel(own, replace(cost), base.card.vocab_size, model.card.vocab_size, for_adapters=draft is None)
+    weights = weight_bytes(draft)
     runner.cache.device.open_account(MemoryAccount.DRAFT_MODEL, lambda: weights + drafts.bytes_held)
     return drafts
+
+
+def _draft_model(
+    base: SharedModelManager,
+    bank: AdapterBank,
+    runner: BatchRunner,
+    cost: CostModel,
+    draft: SharedModelManager | None,
+    memory: DeviceMemory,
+    keep_prefixes: bool,
+) -> DraftModel:
+    model = draft or base
+    length = min(runner.cache.longest_row, model.card.context_length)
+    slots = bank if draft is None else draft.install_bank(slots=0, max_rank=1)
+    if draft is not None:
+        prove_once(draft, slots)
+    cache = LoRABatchedKVCache(model.plan.layout, memory, length, keep_prefixes)
+    own = BatchRunner(model.model, cache, slots, model.plan)
+    own.attention = runner.attention
+    if draft is not None:
+        wanted = Attention.AUTO if runner.attention.kernel else Attention.PLAIN
+        choose_attention(own, wanted, Prover(model.model, slots, model.plan, own))
+        cost = calibrate_steps(own, calibrate(own))
+    return DraftModel(own, replace(cost), base.card.vocab_size, model.card.vocab_size, for_adapters=draft is None)
+
+
+def _draft_head(
+    base: SharedModelManager, bank: AdapterBank, runner: BatchRunner, head: PredictionHead, memory: DeviceMemory
+) -> DraftHead:
+    head = attached(head.model, base.model)
+    cache = LoRABatchedKVCache(head.plan.layout, memory, runner.cache.longest_row, keep_prefixes=False)
+    own = BatchRunner(head.model, cache, bank, head.plan)
+    own.attention = runner.attention
+    cost = calibrate_steps(own, calibrate(own))
+    runner.hidden = HiddenStates()
+    return DraftHead(own, replace(cost), base.card.vocab_size, head.input, runner.hidden)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -40,15 +40,30 @@ _REST = 128
 _MOST_DOUBLINGS = 10
 
 
+@dataclass(frozen=True, slots=True)
+class DraftInputs:
+    """What a pass computes: lazy tokens [N], and for a prediction head the hidden states before them, [N, D]."""
+
+    tokens: mx.array
+    hidden: mx.array | None = None
+
+    def at(self, places: Seq[int]) -> DraftInputs:
+        """Those at some places."""
+        chosen = mx.array(list(places))
+        return DraftInputs(self.tokens[chosen], None if self.hidden is None else self.hidden[chosen])
+
+
 @dataclass(eq=False, kw_only=True)
-class _DraftRow(KVRow):
+class DraftRow(KVRow):
     """The row of a sequence in the draft model's KV pool.
 
-    `after`: how many tokens the sequence had when the last draft was made. `draft`: that draft. Draft rows share cached
-    prefixes if their requests have the same salt; the draft model uses no adapter.
+    `start`: the position in the sequence of the row's first token. `after`: how many tokens the sequence had when the
+    last draft was made. `draft`: that draft. Draft rows share cached prefixes if their requests have the same salt; the
+    draft model uses no adapter.
     """
 
     sequence: Sequence
+    start: int = 0
     after: int = 0
     draft: list[int] = field(default_factory=list)
 
@@ -64,7 +79,16 @@ class _DraftRow(KVRow):
     @property
     def behind(self) -> int:
         """How many of the sequence's tokens it has not computed."""
-        return len(self.sequence.tokens) - self.computed
+        return len(self.sequence.tokens) - self.start - self.computed
+
+    @property
+    def room(self) -> int:
+        """For how many tokens it needs room: those of the sequence and of a draft."""
+        return len(self.sequence.tokens) - self.start + LONGEST_DRAFT
+
+    def tokens_of(self, span: Span[DraftRow]) -> Seq[int]:
+        """The tokens of the sequence that a span of this row computes."""
+        return self.sequence.tokens[self.start + span.start : self.start + span.stop]
 
     def right_tokens(self) -> int:
         """How many tokens at the beginning of the row are those of the sequence. The last one of the sequence is left
@@ -104,7 +128,7 @@ class DraftModel:
         self._cache = runner.cache
         self._vocab_size = min(vocab_size, draft_vocab_size)
         self._for_adapters = for_adapters
-        self._rows: dict[Sequence, _DraftRow] = {}
+        self._rows: dict[Sequence, DraftRow] = {}
         self._rests = 0  # units without drafts that are left
         self._faults = 0  # since the last draft
         self._give_back = self._cache.device.give_back
@@ -142,12 +166,11 @@ class DraftModel:
             self._give_way()
         return {row.sequence: row.draft for row in ready}
 
-    def _opened(self, sequence: Sequence) -> _DraftRow | None:
+    def _opened(self, sequence: Sequence) -> DraftRow | None:
         """The draft row of a sequence, with room for a draft and without wrong tokens. None if memory is short."""
-        length = len(sequence.tokens) + LONGEST_DRAFT
         if (row := self._rows.get(sequence)) is None:
-            row = _DraftRow(sequence=sequence)
-            if self._cache.open(length, row.salt, sequence.tokens, into=row) is None:
+            row = self._new_row(sequence)
+            if row is None or self._cache.open(row.room, row.salt, sequence.tokens, into=row) is None:
                 return None
             self._rows[sequence] = row
         if row.is_current:
@@ -155,12 +178,16 @@ class DraftModel:
         if (right := row.right_tokens()) < row.computed:
             self._cache.truncate(row, right)
         row.draft = []
-        if not self._cache.extend(row, length):
+        if not self._cache.extend(row, row.room):
             self._close(sequence)
             return None
         return row
 
-    def _has_caught_up(self, row: _DraftRow, until: float) -> bool:
+    def _new_row(self, sequence: Sequence) -> DraftRow | None:
+        """The row of a sequence that has none, before it is opened. None if no draft can be made now."""
+        return DraftRow(sequence=sequence)
+
+    def _has_caught_up(self, row: DraftRow, until: float) -> bool:
         """Computes a chunk of the tokens that a draft row is behind, and registers its full blocks in the prefix cache.
         Returns whether its draft can be made."""
         left = until - time.monotonic()
@@ -170,14 +197,13 @@ class DraftModel:
             most = min(row.behind - 1, _LONGEST_CHUNK)
             tokens = self.cost.tokens_within(left, row.computed, min(_TOGETHER, most), most)
             span = Span(row, row.computed, tokens)
-            self._runner.last_logits([span], self._inputs([span]))
+            self._pass([span], self._inputs([span]))
             mx.eval(self._cache.arrays())
-            row.computed = span.stop
             self._cache.freeze(row, row.salt, row.sequence.tokens)
             self._cache.release_windows(row)
         return row.behind <= _TOGETHER
 
-    def _run(self, rows: Seq[_DraftRow], counts: Seq[int]) -> None:
+    def _run(self, rows: Seq[DraftRow], counts: Seq[int]) -> None:
         """Makes the drafts of these rows: so many tokens of each. The first pass computes the tokens that the rows are
         behind, and each other one the tokens of the pass before. Each is built while the one before runs."""
         started = time.monotonic()
@@ -185,33 +211,38 @@ class DraftModel:
         spans = in_order([Span(row, row.computed, row.behind) for row in rows])
         passes = [(spans, self._pass(spans, self._inputs(spans)))]
         for place in range(1, max(counts)):
-            before, tokens = passes[-1]
-            mx.async_eval(tokens)  # type: ignore[no-untyped-call]
+            before, found = passes[-1]
+            mx.async_eval(found.tokens)  # type: ignore[no-untyped-call]
             number = {span.row: number for number, span in enumerate(before)}
             spans = in_order([Span(row, row.computed, 1) for row in rows if wanted[row] > place])
-            passes.append((spans, self._pass(spans, tokens[mx.array([number[span.row] for span in spans])])))
+            passes.append((spans, self._pass(spans, found.at([number[span.row] for span in spans]))))
             self._runner.wait()
-        mx.eval(passes[-1][1])
+        mx.eval(passes[-1][1].tokens)
         for row in rows:
             row.after = len(row.sequence.tokens)
-        for spans, tokens in passes:
-            for span, token in zip(spans, np.asarray(tokens), strict=True):
+        for spans, found in passes:
+            for span, token in zip(spans, np.asarray(found.tokens), strict=True):
                 span.row.draft.append(int(token))
         now = time.monotonic()
         self.cost.observe([Chunk(1, row.computed) for row in rows], len(rows), (now - started) / len(passes), now)
 
-    def _pass(self, spans: Seq[Span[_DraftRow]], inputs: mx.array) -> mx.array:
-        """Builds one pass, and returns the most probable token after each span: lazy, uint32 [spans]."""
-        logits = self._runner.last_logits(spans, inputs)
+    def _pass(self, spans: Seq[Span[DraftRow]], inputs: DraftInputs) -> DraftInputs:
+        """Builds one pass, and returns what the next one gets: the most probable token after each span, [spans]."""
+        logits = self._runner.last_logits(spans, inputs.tokens)
+        return DraftInputs(self._best(spans, logits))
+
+    def _best(self, spans: Seq[Span[DraftRow]], logits: mx.array) -> mx.array:
+        """The most probable tokens, lazy uint32 [spans], of a pass that counts as computed from now on."""
         for span in spans:
             span.row.computed = span.stop
         return logits[:, : self._vocab_size].argmax(axis=-1).astype(mx.uint32)
 
-    def _inputs(self, spans: Iterable[Span[_DraftRow]]) -> mx.array:
+    def _inputs(self, spans: Seq[Span[DraftRow]]) -> DraftInputs:
         """The tokens of spans. One that the draft model does not have, because its vocabulary is padded less, is
         replaced by its last one, which costs nothing but a worse draft."""
-        tokens = (token for span in spans for token in span.row.sequence.tokens[span.start : span.stop])
-        return mx.array([min(token, self._vocab_size - 1) for token in tokens], mx.uint32)
+        last = self._vocab_size - 1
+        tokens = [token for span in spans for token in span.row.tokens_of(span)]
+        return DraftInputs(mx.array([min(token, last) for token in tokens], mx.uint32))
 
     # -- faults and memory -----------------------------------------------------------------------
 

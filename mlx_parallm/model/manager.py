@@ -38,6 +38,7 @@ from mlx_parallm.model.layer_state import KVLayout
 from mlx_parallm.model.layout import adapter_layout
 from mlx_parallm.model.linears import install_adapters
 from mlx_parallm.model.loading import LoadedModel, generation_defaults, load, materialize
+from mlx_parallm.model.mtp import PredictionHead, load_head
 from mlx_parallm.model.tokenizer import Tokenizer
 
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length")
@@ -138,6 +139,11 @@ class SharedModelManager:
     def source(self) -> Path:
         """The model's directory, or the GGUF file of the bundled model."""
         return self._loaded.source
+
+    def load_head(self) -> PredictionHead | None:
+        """The prediction head of the model's checkpoint; None if it has none that can be used, or if the model is
+        divided."""
+        return None if self.split is not None else load_head(self.model, self.source, self._loaded.config)
 
     def install_bank(
         self, slots: int, max_rank: int, limit: int = sys.maxsize, make_group: GroupMaker = LinearGroup

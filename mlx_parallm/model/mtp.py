@@ -130,8 +130,9 @@ def load_head(base: nn.Module, source: Path, config: Mapping[str, Any]) -> Predi
         if not head.plan.layout.rolls_back:
             raise UnsupportedModelError("its layer keeps a state")
     except Exception as error:  # noqa: BLE001 - mlx-lm's code reads foreign files, and drafts are no need
-        _log.warning("%s is served without its prediction head: %s", source.name, str(error).partition("\n")[0])
+        _log.info("%s is served without its prediction head: %s", source.name, str(error).partition("\n")[0])
         return None
+    _log.info("%s drafts with its own prediction head", source.name)
     return head
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from app.engines import answer, engine
 from harness import FixedCost, assert_same_tokens, solo
+from heads import head_config, save_with_head
 from lora import layout_of, random_adapter
 from tiny import save_tiny, tiny_model
 
@@ -77,6 +78,17 @@ async def test_the_base_model_guesses_for_its_adapter(folder: Path) -> None:
     assert stats.accepted_draft_tokens_total > 0
     _, other = await guessed(drafting(folder, "draft", "base"))
     assert other.draft_tokens_total == 0
+
+
+async def test_auto_uses_the_head_of_a_checkpoint(tmp_path: Path) -> None:
+    save_with_head(head_config("glm4_moe"), tmp_path / "model", right=True)
+    expected, _ = await guessed(drafting(tmp_path, "off", adapters__adapter_dir=None))
+    got, stats = await guessed(drafting(tmp_path, "auto", adapters__adapter_dir=None))
+    assert got == expected
+    assert stats.detail["accepted_draft_tokens_by_source"]["model"] > 10
+    assert stats.memory_bytes[MemoryAccount.DRAFT_MODEL] > 100_000, "its weights, at least"
+    _, without = await guessed(drafting(tmp_path, "ngram", adapters__adapter_dir=None))
+    assert MemoryAccount.DRAFT_MODEL not in without.memory_bytes
 
 
 @pytest.mark.parametrize(

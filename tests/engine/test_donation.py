@@ -6,7 +6,7 @@ import math
 
 import mlx.core as mx
 import pytest
-from few_operations import FewOperations, growth
+from few_operations import HEAD_DIM, HEADS, FewOperations, growth
 from harness import Harness, make_harness
 from lora import layout_of, random_adapter
 from tiny import tiny_model
@@ -14,6 +14,7 @@ from word_grammar import Words
 
 from mlx_parallm.adapters.weights import VersionInfo
 from mlx_parallm.batch.attention import AttentionChoice
+from mlx_parallm.batch.hidden import HiddenStates
 from mlx_parallm.core.requests import Pooling, SamplingParams
 from mlx_parallm.kv.arena import Arena
 from mlx_parallm.model.cache_plan import prepare
@@ -76,6 +77,14 @@ def test_no_step_takes_the_memory_of_an_array_of_the_pool(kind: str) -> None:
         assert stepped(harness) < array_bytes(harness) / 2, lookahead
         tokens[lookahead] = harness.tokens("row")
     assert tokens[True] == tokens[False]
+
+
+def test_hidden_states_that_are_kept_hold_no_array_of_the_pool() -> None:
+    harness = made(lookahead=True)
+    hidden = harness.runner.hidden = HiddenStates()
+    harness.submit("row", PROMPT, 12)
+    assert stepped(harness) < array_bytes(harness) / 2
+    assert hidden.nbytes >= len(PROMPT) * HEADS * HEAD_DIM * 4
 
 
 # ---- what is written between forward passes ------------------------------------------------------
