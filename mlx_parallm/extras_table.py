@@ -45,6 +45,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "atropos": {"routes": "route", "served_if": "route:is_served", "serve": "registration:serve"},
     "curriculum": {},
     "engines": {},
+    "files": {},
     "gguf": {},
     "hub": {},
     "ranks": {},

@@ -15,6 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -128,6 +129,27 @@ def format_of(config: Mapping[str, Any]) -> Format:
     if is_mlx_lm:
         return MlxLmFormat(config)
     raise problem(f"{CONFIG_FILE} has neither peft_type (PEFT) nor lora_parameters (mlx-lm): what wrote it?")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedWith:
+    """The settings with which an adapter was made. `targets`: names of its linears; none if the config does not list
+    them. `rslora`: whether it is rank-stabilised."""
+
+    rank: int
+    alpha: float
+    rslora: bool
+    targets: tuple[str, ...]
+
+
+def trained_with(config: Mapping[str, Any]) -> TrainedWith:
+    """The settings in an adapter's config. Raises AdapterFileError as `format_of` does."""
+    form = format_of(config)
+    rank, scale = form.declared("")
+    named = config.get("target_modules") if form.name == "peft" else config["lora_parameters"].get("keys")
+    names = named if isinstance(named, list) else []
+    targets = dict.fromkeys(str(name).rpartition(".")[2] for name in names)
+    return TrainedWith(rank, lora_alpha(scale, rank, form.rslora), form.rslora, tuple(targets))
 
 
 class PeftFormat:

@@ -60,7 +60,7 @@ def find_adapters(
     layout, rank = manager.adapter_layout, adapters.max_lora_rank
     checkpoints = CheckpointStore(run.path, layout, manager.fingerprint, rank, keep) if run and first else None
     kept = KeptVersions(run.path if run and not run.own else None)
-    others = (adapters.adapter_dir, adapters.serve_folder)
+    others = (adapters.adapter_dir, adapters.serve_folder, adapters.init_from)
     roots = (*adapters.allowed_adapter_roots, *(folder for folder in others if folder))
     library = AdapterLibrary(layout, rank, adapters.adapter_dir, roots, checkpoints, kept, belongs)
     registry = AdapterRegistry(
@@ -74,6 +74,12 @@ def find_adapters(
     if checkpoints:
         checkpoints.in_use = registry.needs_files
         _restore(checkpoints, registry)
+    if first and adapters.init_from is not None and registry.live(adapters.default_adapter) is None:
+        try:
+            begun_from = library.read_anywhere(adapters.init_from)
+        except InvalidRequestError as error:
+            raise ConfigError(f"adapters.init_from: {adapters.init_from} cannot be used: {error}") from error
+        _add(library, registry, adapters.default_adapter, begun_from)
     for name, file in library.discover():
         if registry.live(name) is None:
             _add(library, registry, name, file)

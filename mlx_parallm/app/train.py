@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import closing
 from dataclasses import asdict
 from typing import Any, NoReturn
@@ -32,9 +32,12 @@ _SHOWN = (reports.__name__, divergence.__name__, plateau.__name__)
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
-def run(config: Config, options: TrainOptions, view: TrainView) -> int:
+def run(config: Config, options: TrainOptions, view: TrainView, make: Callable[..., TrainingRun] | None = None) -> int:
     """Makes the updates that are left of `options.steps`. One of several processes that `mlx.launch` has started does
     so, and the others compute with it.
+
+    Args:
+        make: makes the run of the parts of `TrainingRun`; None: the configuration says where it learns from.
 
     The updates are saved however the run ends, unless a second signal ends the process at once.
 
@@ -55,7 +58,7 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
         raise ConfigError("model.other_base_models: a run trains one base model; give --model-path one value")
     training = config.rl_training
     source = None
-    if training.atropos_url is None and not _learns_from_clients(config):
+    if make is None and training.atropos_url is None and not _learns_from_clients(config):
         source = environment(options.environment, training.reward is not None)
         check_scorable(config, source)
         check_inference(config)
@@ -67,7 +70,8 @@ def run(config: Config, options: TrainOptions, view: TrainView) -> int:
     assert served.run is not None
     try:
         with closing(start_tracking(config, served.run, options.log)) as tracking, engine.failures_recorded():
-            steps = _run_of(source, config, options, view, served, served.training, tracking)
+            parts = (config, options, view, served, served.training, tracking)
+            steps = make(*parts) if make is not None else _run_of(source, *parts)
             exit_code = asyncio.run(_until_signal(_work(engine.watch, config, steps)))
         if exit_code:
             engine.ends(RunState.INTERRUPTED, f"it was stopped by {signal.Signals(exit_code - 128).name}")

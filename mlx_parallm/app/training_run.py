@@ -217,11 +217,14 @@ class TrainingRun(ABC):
     async def _ended(self) -> None:  # noqa: B027 - most runs have nobody to tell
         """Called when the last updates are saved."""
 
+    def facts(self) -> Mapping[str, str]:
+        """Short names and texts of what the run does, in order."""
+        return run_facts(self.config, self.options, self.served)
+
     # -- steps -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Makes the steps that are left. The checkpoint of the last one is tagged."""
-        options = self.options
         try:
             await self.service.start_adapter(self.service.default_adapter, self.restores)
             await self.service.pause()  # each step makes its own update when its trajectories are scored
@@ -230,15 +233,16 @@ class TrainingRun(ABC):
             done, taken = self._progress()
             await self._open(done, taken)
             assert self.served.run is not None  # what trains keeps checkpoints
-            self.view.started(run_facts(self.config, options, self.served), done, self.served.run.path)
+            self.view.started(self.facts(), done, self.served.run.path)
             if not done:
                 await self._warm_up()
-            if done < options.steps and (result := await self.service.evaluate_if_due()) is not None:
+            if done < self.options.steps and (result := await self.service.evaluate_if_due()) is not None:
                 self.view.evaluated(result)
                 fields = {"adapter": result.adapter.name, "version": result.adapter.version}
                 self.tracking.write(Record("evaluation", done, result.metrics, fields, result.at))
-            for step in range(done + 1, options.steps + 1):
-                await self._step(step)
+            while done < self.options.steps:  # a run may end early
+                done += 1
+                await self._step(done)
                 self._check_run()
         finally:
             try:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlx_parallm.adapters.runs import FOLDERS, LATEST, METRICS
+from mlx_parallm.cli import train_file
 from mlx_parallm.cli.flags import flags_of, settings
 from mlx_parallm.cli.parser import argument, at_least, group, takes
 from mlx_parallm.cli.show import JSON, local_time, show, table, with_interval
-from mlx_parallm.cli.train_view import RichTrainView, draw_curves, summary
+from mlx_parallm.cli.train_view import RichTrainView, columns_of, draw_curves, summary
 from mlx_parallm.config import KEYS, TRAIN, Config, Mode, Resolved, Setting, render, resolve
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.optional_packages import PLOTS
@@ -38,7 +39,8 @@ _FIXED = {
             type=at_least(1),
             metavar="N",
             help="Number of updates of the whole run. A resumed run makes those that are left. Required, but for a run "
-            "with --connect-to and without --environment, which goes on until it is stopped.",
+            "on a file, which passes over its rows, and for one with --connect-to and without --environment, which "
+            "goes on until it is stopped.",
         ),
         argument("--mode", choices=["rl"], default="rl", help="What kind of training. There is one: %(default)s."),
         argument(
@@ -75,6 +77,7 @@ _FIXED = {
             help="PNG of the curves of the whole run, written at the end. Default: training.png in the run's folder.",
         ),
     ),
+    train_file.FILE_FLAGS,
     flags_of(TRAIN),
 )
 def train(args: argparse.Namespace) -> int:
@@ -84,12 +87,14 @@ def train(args: argparse.Namespace) -> int:
         ConfigError: an argument or a setting is missing, or cannot be used.
         ParaLLMError: the run failed; see `app.train.run`.
     """
-    resolved = _resolve(args)
+    kind = train_file.kind_of(args)
+    resolved = _resolve(args, kind)
     if args.print_config:
         print(render(resolved), end="")
         return 0
-    environment = _check_required(args, resolved.config)
+    environment = getattr(args, kind) if kind else _check_required(args, resolved.config)
     _check_files(args)
+    make, args.steps = train_file.run_of(args, kind, resolved.config) if kind else (None, args.steps)
     if not PLOTS.installed:
         print(f"WARNING: no curves will be drawn: {PLOTS.missing}", file=sys.stderr)
     from mlx_parallm.app import train as training
@@ -98,11 +103,12 @@ def train(args: argparse.Namespace) -> int:
     options = TrainOptions(
         environment, args.steps or ENDLESS, args.group_size, args.prompts_per_step, args.log, args.warm_up
     )
-    view = RichTrainView(args.steps, evaluates=resolved.config.rl_training.evaluation.every is not None)
+    evaluates = resolved.config.rl_training.evaluation.every is not None
+    view = RichTrainView(args.steps, columns=columns_of(kind, evaluates))
     stopped = False
     try:
         with view:
-            status = training.run(resolved.config, options, view)
+            status = training.run(resolved.config, options, view, make)
         stopped = status > 128
         return status
     except KeyboardInterrupt:
@@ -114,10 +120,12 @@ def train(args: argparse.Namespace) -> int:
                 print(text)
 
 
-def _resolve(args: argparse.Namespace) -> Resolved:
+def _resolve(args: argparse.Namespace, kind: str | None) -> Resolved:
+    """`kind`: of the file that the run learns from; None: it learns from rollouts."""
     trajectories = Setting(args.group_size * args.prompts_per_step, "--group-size and --prompts-per-step")
-    fixed = {**_FIXED, "rl_training.update_frequency": trajectories}
-    return resolve(settings(args) | fixed, os.environ, args.config)
+    fixed = {**_FIXED, "rl_training.update_frequency": trajectories, **(train_file.fixed(kind) if kind else {})}
+    flags = {**settings(args), **fixed}
+    return resolve(flags, os.environ, args.config, train_file.defaults(kind, flags.get("adapters.init_from")))
 
 
 def _check_required(args: argparse.Namespace, config: Config) -> str:
@@ -167,7 +175,7 @@ def _closing(config: Config, folder: Path, args: argparse.Namespace, title: str,
     yield f"updates in {log}"
     if PLOTS.installed:
         yield _drawn(made, args.plot or folder / "training.png", title)
-    yield from _next_commands(config, folder)
+    yield from _next_commands(config, folder, train_file.kind_of(args) is not None)
 
 
 def _stopped(config: Config, made: Sequence[Made], steps: int | None) -> str:
@@ -186,8 +194,9 @@ def _drawn(made: Sequence[Made], plot: Path, title: str) -> str:
     return f"curves in {plot}"
 
 
-def _next_commands(config: Config, folder: Path) -> Iterator[str]:
-    """How to serve what was learnt, and how to make a model of it; nothing without a checkpoint."""
+def _next_commands(config: Config, folder: Path, of_file: bool) -> Iterator[str]:
+    """How to serve what was learnt, how to go on from a run on a file with rewards, and how to make a model of it;
+    nothing without a checkpoint."""
     name, model = config.adapters.default_adapter, config.model
     try:
         checkpoint = folder / name / (folder / name / LATEST).read_text().strip()
@@ -208,7 +217,10 @@ def _next_commands(config: Config, folder: Path) -> Iterator[str]:
         f"{name}-fused",
         *of_model,
     ]
+    learn = ["mlx_parallm_train", "--init-from", str(checkpoint), *of_model]
     yield f"serve it with `{shlex.join(serve)}`"
+    if of_file:
+        yield f"go on with rewards: `{shlex.join(learn)} --environment FILE_OR_NAME --steps 100`"
     yield f"take it elsewhere with `{shlex.join(export)}`"
 
 

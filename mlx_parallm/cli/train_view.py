@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 # -- the table -------------------------------------------------------------------------------------
 
-_WIDTHS = {"step": 9, "reward": 15, "evaluation": 20, "loss": 8, "grad": 7, "KL": 6, "entropy": 7, "clip": 5}
-_WIDTHS |= {"length": 6, "tok/s": 6, "seconds": 7, "left": 6}
+_WIDTHS = {"step": 9, "reward": 15, "evaluation": 20, "loss": 8, "perplexity": 10, "accuracy": 8, "held-out": 8}
+_WIDTHS |= {"grad": 7, "KL": 6, "entropy": 7, "clip": 5, "length": 6, "tok/s": 6, "seconds": 7, "left": 6}
 """Widths of the columns, by their titles. The last column, the result, has none."""
 _METRICS = {
     "loss": ("loss", "+.4f"),
+    "perplexity": ("perplexity", ".2f"),
+    "accuracy": ("preference_accuracy", ".3f"),
+    "held-out": ("held_out_loss", ".4f"),
     "grad": ("grad_norm", ".3f"),
     "KL": ("kl", ".4f"),
     "entropy": ("entropy", ".3f"),
@@ -38,17 +41,31 @@ _METRICS = {
     "seconds": ("seconds", ".1f"),
 }
 """The columns that show a metric, and the format of its number."""
+_OF_FILES = {"sft": {"perplexity", "held-out"}, "dpo": {"accuracy", "held-out"}, "kto": {"accuracy", "held-out"}}
+_OF_ROLLOUTS = {"reward", "KL", "entropy", "clip"}
 _LEVEL_WIDTH = 24
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def heading(evaluates: bool = False) -> str:
-    """The first line of the table. `evaluates`: it has a column for evaluations."""
-    return _row({title: title for title in _WIDTHS}, "result", evaluates)
+def columns_of(kind: str | None = None, evaluates: bool = False) -> Sequence[str]:
+    """The titles of a table's columns. `kind`: of the file that the run learns from; None: it learns from rollouts.
+    `evaluates`: there is one for evaluations."""
+    wanted = _OF_ROLLOUTS if kind is None else _OF_FILES[kind]
+    special = {"evaluation", *_OF_ROLLOUTS}.union(*_OF_FILES.values())
+    wanted = wanted | ({"evaluation"} if evaluates else set())
+    return [title for title in _WIDTHS if title in wanted or title not in special]
+
+
+_USUAL = columns_of()
+
+
+def heading(columns: Sequence[str] = _USUAL) -> str:
+    """The first line of the table."""
+    return _row({title: title for title in _WIDTHS}, "result", columns)
 
 
 def line(
-    step: int, steps: int | None, report: UpdateReport, left_s: float | None = None, evaluates: bool = False
+    step: int, steps: int | None, report: UpdateReport, left_s: float | None = None, columns: Sequence[str] = _USUAL
 ) -> str:
     """The table's line for step `step` of `steps` (None: the run has no end). Metrics that the report lacks are dashes.
 
@@ -62,11 +79,11 @@ def line(
         **{title: _number(report, *metric) for title, metric in _METRICS.items()},
         "left": "-" if left_s is None else duration(left_s),
     }
-    return _row(cells, _result(report), evaluates)
+    return _row(cells, _result(report), columns)
 
 
-def _row(cells: Mapping[str, str], result: str, evaluates: bool) -> str:
-    shown = (f"{cells[title]:>{width}}" for title, width in _WIDTHS.items() if evaluates or title != "evaluation")
+def _row(cells: Mapping[str, str], result: str, columns: Sequence[str]) -> str:
+    shown = (f"{cells[title]:>{_WIDTHS[title]}}" for title in columns)
     return "  ".join((*shown, result))
 
 
@@ -128,11 +145,21 @@ def summary(made: Sequence[Made]) -> str:
         for each in made
         if each.report.evaluation is not None and each.report.status != "held"
     ]
+    parts += [text for name, label in _LOSSES.items() if (text := _first_and_last(reports, name, label))]
     if evaluations:
         parts.append(" then ".join([f"evaluation {evaluations[0]}", *evaluations[1:][-1:]]))
     if versions := [report.adapter for report in reports if _is_published(report)]:
         parts.append(f"newest version {versions[-1]}")
     return "; ".join(parts)
+
+
+_LOSSES = {"perplexity": "perplexity", "preference_accuracy": "accuracy", "held_out_loss": "held-out loss"}
+"""Metrics that the summary of a run on a file names."""
+
+
+def _first_and_last(reports: Sequence[UpdateReport], metric: str, label: str) -> str:
+    values = [value for report in reports if (value := report.metrics.get(metric)) is not None]
+    return f"{label} {values[0]:.4g} first, {values[-1]:.4g} last" if values else ""
 
 
 # -- small texts ---------------------------------------------------------------------------------
@@ -187,23 +214,24 @@ class RichTrainView:
 
     Args:
         steps: of the whole run; None: it has no end.
-        evaluates: whether versions are evaluated.
+        columns: of the table; see `columns_of`.
     """
 
-    def __init__(self, steps: int | None, stream: TextIO | None = None, evaluates: bool = False) -> None:
+    def __init__(self, steps: int | None, stream: TextIO | None = None, columns: Sequence[str] = _USUAL) -> None:
         from rich.console import Console
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._steps = steps
-        self._evaluates = evaluates
+        self._columns = columns
         self._console = Console(file=stream or sys.stdout, highlight=False)
         left = TextColumn("{task.fields[left]}")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
-        self._progress = Progress(*columns, console=self._console)
+        parts = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left)
+        self._progress = Progress(*parts, console=self._console)
         self._updates = self._progress.add_task("updates", total=steps, left="")
-        self._rollout = self._progress.add_task("rollout", total=None, left="")
+        self._rollout = self._progress.add_task("rollout", total=None, left="", visible="reward" in columns)
         self._rewards = deque[float](maxlen=_KEPT)
+        self._losses = deque[float](maxlen=_KEPT)
         self._evaluations = deque[float](maxlen=_KEPT)
         self._evaluation = ""
         self._samples: tuple[SampleText, ...] = ()
@@ -236,7 +264,7 @@ class RichTrainView:
         elif steps_done and self._steps is not None:
             rest = f"{self._steps - steps_done} are left" if self._steps > steps_done else "raise --steps to continue"
             self._print(f"{steps_done} of {self._steps} steps were made before; {rest}")
-        self._print(heading(self._evaluates), "bold")
+        self._print(heading(self._columns), "bold")
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._evaluations.append(result.mean)
@@ -263,7 +291,7 @@ class RichTrainView:
         self._advice = report.advice
         style = {"held": "yellow", "skipped": "yellow"}.get(report.status, "")
         left = self._left_s
-        self._print(line(self.steps_done, self._steps, report, left, self._evaluates), style)
+        self._print(line(self.steps_done, self._steps, report, left, columns=self._columns), style)
         if reason := reason_line(report):
             self._print(reason, style)
         if not self._console.is_terminal and self.steps_done % _SAMPLES_EVERY == 1:
@@ -280,6 +308,8 @@ class RichTrainView:
         if report.evaluation is not None:
             self._evaluations.append(report.evaluation[0])
             self._evaluation = f"{with_interval(*report.evaluation)} after step {self.steps_done}"
+        elif (loss := metrics.get("loss")) is not None:
+            self._losses.append(loss)
         if (seconds := metrics.get("seconds")) is not None:
             self._seconds.append(seconds)
 
@@ -303,6 +333,8 @@ class RichTrainView:
         if self._rewards:
             now = f"{self._rewards[0]:.3f} to {self._rewards[-1]:.3f}"
             yield f"{'reward':<{_LABEL_WIDTH}}  {spark(self._rewards)}  {now}"
+        elif self._losses:
+            yield f"{'loss':<{_LABEL_WIDTH}}  {spark(self._losses)}  {self._losses[0]:.3f} to {self._losses[-1]:.3f}"
         if self._evaluations:
             yield f"{'evaluation':<{_LABEL_WIDTH}}  {spark(self._evaluations)}  {self._evaluation}"
         yield from self._levels
@@ -329,6 +361,17 @@ _PANELS = {
     "clip_fraction": "clipped tokens (fraction)",
     "tokens_per_second": "tokens sampled a second",
 }
+_FILE_PANELS = {
+    "loss": "loss",
+    "perplexity": "perplexity",
+    "preference_accuracy": "accuracy (pairs in order, verdicts kept)",
+    "kl": _PANELS["kl"],
+    "grad_norm": "norm of the gradient",
+    "completion_tokens": _PANELS["completion_tokens"],
+    "tokens_per_second": "tokens trained a second",
+}
+_HELD_OUT = {"loss": "held_out_loss", "perplexity": "held_out_perplexity", "preference_accuracy": "held_out_accuracy"}
+"""The metric of held-out rows that is drawn with another one."""
 _MAX_MARKERS = 60
 """Curves with more points are drawn as a line without markers."""
 
@@ -358,11 +401,18 @@ def figure(made: Sequence[Made], title: str) -> Any:
     FigureCanvasAgg(figure)  # opens no window, and shares no state with other figures
     figure.suptitle(title)
     axes = iter(figure.subplots(2, 4).flat)
-    _draw_reward(next(axes), steps, reports)
+    panels = _PANELS
+    if any("rows" in report.metrics for report in reports):
+        known = {metric for report in reports for metric in report.metrics}
+        panels = {metric: label for metric, label in _FILE_PANELS.items() if metric in known}
+    else:
+        _draw_reward(next(axes), steps, reports)
     if evaluations:
         _draw_evaluations(next(axes), evaluations)
-    for metric, label in _PANELS.items():
-        _draw(next(axes), steps, _series(reports, metric), label)
+    for metric, label in panels.items():
+        panel = next(axes)
+        _draw(panel, steps, _series(reports, metric), label)
+        _draw_held_out(panel, made, metric)
     for unused in axes:
         unused.remove()
     return figure
@@ -378,6 +428,16 @@ def _label(axes: Any, label: str) -> None:
     axes.set_xlabel("step")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
+
+
+def _draw_held_out(axes: Any, made: Sequence[Made], metric: str) -> None:
+    """The curve of the same metric on held-out rows, which is known before the first step too."""
+    name = _HELD_OUT.get(metric, "")
+    known = [(each.step, value) for each in made if (value := each.report.metrics.get(name)) is not None]
+    if known:
+        axes.lines[-1].set_label("trained rows")
+        axes.plot(*zip(*known, strict=True), marker=".", linewidth=1.2, label="held-out rows")
+        axes.legend()
 
 
 def _draw_reward(axes: Any, steps: Sequence[int], reports: Sequence[UpdateReport]) -> None:

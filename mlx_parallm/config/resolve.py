@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -55,15 +56,19 @@ class Resolved:
 
 
 def resolve(
-    flags: Mapping[str, Setting], environ: Mapping[str, str] | None = None, file: Path | None = None
+    flags: Mapping[str, Setting],
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    defaults: Mapping[str, Setting] = MappingProxyType({}),
 ) -> Resolved:
-    """Merges flags > environment > yaml file > defaults, and checks the result.
+    """Merges flags > environment > yaml file > defaults, and checks the result. `defaults`: in place of those that the
+    sections declare.
 
     Raises:
         ConfigError: one line per problem, which names the key, the value, its source and the remedy.
     """
     layers = (dict(flags), from_environment(environ or {}), from_yaml(file) if file else {})
-    settings = layers[2] | layers[1] | layers[0]
+    settings = {**defaults, **layers[2], **layers[1], **layers[0]}
     try:
         config = Config.model_validate(_nest(settings))
     except ValidationError as error:

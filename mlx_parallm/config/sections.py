@@ -121,6 +121,11 @@ class AdaptersConfig(Section):
     """
     default_adapter: Annotated[AdapterName, Flag("--default-adapter", "NAME")] = "default"
     """Name of the adapter that training starts with. Names of checkpoints without an adapter's name refer to it."""
+    init_from: Annotated[Folder | None, Flag("--init-from", "DIR")] = None
+    """Adapter from whose weights the training of the default adapter begins: its folder, a checkpoint, or the folder of
+    a run. mlx_parallm_train takes over its rank, alpha and target modules. Training that has begun in checkpoint_dir
+    goes on from there. null means new weights, which change nothing yet.
+    """
     serve: Annotated[Selector | None, Flag("--serve-adapter", "NAME_OR_CHECKPOINT", only=SERVE)] = None
     """What answers requests that name no adapter: a name, name@version, or a checkpoint of the default adapter
     (checkpoint-7, latest or a tag). null means the base model.

@@ -15,7 +15,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken
 
-from mlx_parallm.core.text import Reasoning, is_free_variable
+from mlx_parallm.core.text import Reasoning, Tool, is_free_variable
 from mlx_parallm.core.tool_text import TemplateMessage, calls_as_text
 from mlx_parallm.errors import ConfigError, ContextLengthError, InvalidRequestError
 from mlx_parallm.model.encoding import ControlText, StandIns, codec_of, token_bytes_of
@@ -30,6 +30,7 @@ _CUT_TOKENS = 64
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_HELD_TOKENS = 16
 """Most tokens that are held back as parts of an incomplete character, which has at most four."""
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
 _CONTEXT_TOKENS = 6
 """Prompt tokens that are decoded before the first generated one, to see how they join."""
 
@@ -174,6 +175,25 @@ class Tokenizer:
             text = re.sub(*self.tool_format.as_written, text)
         self._check_length(text, at_most)
         return self._codec.encode(text, False) if control is None else control.encode(text, stand_ins)
+
+    def assistant_mask(
+        self, messages: Sequence[TemplateMessage], tools: Sequence[Tool] = ()
+    ) -> tuple[list[int], list[bool]] | None:
+        """The tokens of a conversation, and which of them the model's own template marks as the assistant's, between
+        `{% generation %}` and `{% endgeneration %}`. None: it has no such marks, or they cannot be found in the tokens
+        of `apply_chat_template`, because a message has the text of a control token.
+        """
+        has_calls = bool(tools) or any("tool_calls" in each or each.get("role") == "tool" for each in messages)
+        if _GENERATION.search(self.chat_template or "") is None or (has_calls and not self.tool_format.in_template):
+            return None
+        variables: Mapping[str, Any] = {"tools": list(tools)} if tools else {}
+        expected = self.apply_chat_template(messages, add_generation_prompt=False, **variables)
+        variables = {**self._variables, **variables}
+        fitted = _fitted(messages, variables, self.chat_template or "", self.tool_format, self.reasoning)
+        options = {**variables, "return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._hf._tokenizer.apply_chat_template([dict(each) for each in fitted], **options)
+        ids, marks = found["input_ids"], found["assistant_masks"]
+        return (expected, list(map(bool, marks))) if list(ids) == expected else None
 
     def _make_control_text(self, added: Mapping[int, AddedToken]) -> ControlText:
         family, reasoning = self.tool_format, self.reasoning

@@ -1,5 +1,6 @@
 """mlx_parallm_train as its operator meets it, with a stand-in for the training itself."""
 
+import json
 import re
 import sys
 from dataclasses import dataclass, field
@@ -39,9 +40,11 @@ class Training:
     status: int = 0
     evaluation: EvaluationResult | None = None
     folder: Path = Path("kept")
+    make: object = None
 
-    def run(self, config, options, view):
+    def run(self, config, options, view, make=None):
         self.asked.append((config, options))
+        self.make = make
         if not self.reports and self.error:
             raise self.error
         self.folder.mkdir(exist_ok=True)
@@ -109,6 +112,13 @@ def test_arguments_reach_the_run(training):
         ([*RUN, "--plot", "none/x.png"], "error: --plot: none/x.png cannot be written: name a file in a folder"),
         ([*RUN, "--plot", "."], "error: --plot: . cannot be written"),
         ([*RUN, "--port", "1"], "error: --port: only mlx_parallm_serve has this flag; leave it out"),
+        (["--sft", "a.jsonl", "--kto", "b.jsonl"], "error: --kto: give one of --sft, --dpo and --kto"),
+        ([*RUN, "--dpo", "a.jsonl"], "error: --dpo: a run learns from a file or from rollouts"),
+        (["--sft", "a.jsonl", "--steps", "2", "--epochs", "2"], "error: --epochs: --steps says already"),
+        (["--sft", "a.jsonl", "--eval-every", "2"], "error: rl_training: evaluation.every: no tasks are held out"),
+        (["--sft", "a.jsonl", "--held-out", "0.9"], "error: argument --held-out: must be a share of the rows"),
+        (["--sft", "none.jsonl"], "error: --sft: none.jsonl cannot be read: No such file"),
+        ([*RUN, "--init-from", "none"], "error: --init-from: there is no adapter_config.json"),
         ([*RUN, "--mode", "sft"], "error: argument --mode: invalid choice: 'sft'"),
     ],
 )
@@ -118,6 +128,34 @@ def test_wrong_arguments_exit_2_before_anything_is_loaded(training, capsys, argv
     assert errors.startswith(message)
     assert errors.count("\n") == 1
     assert training.asked == []
+
+
+def test_a_file_of_rows_says_how_many_steps_a_run_has(training, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n' * 30)
+    for kind, flags in (("sft", ["--epochs", "2", "--batch-size", "7"]), ("sft", ["--steps", "10"])):
+        assert train([f"--{kind}", "rows.jsonl", *flags, "--held-out", "0"]) == 0
+        config, options = training.asked[-1]
+        assert (options.environment, options.steps) == ("rows.jsonl", 10)
+        assert config.rl_training.algorithm == "cross_entropy"
+        assert config.rl_training.optimizer.learning_rate == 1e-4
+        assert training.make is not None
+        assert "go on with rewards: `mlx_parallm_train --init-from kept/default/checkpoint-" in capsys.readouterr().out
+    assert train(["--sft", "rows.jsonl", "--learning-rate", "3e-4"]) == 0
+    assert training.asked[-1][0].rl_training.optimizer.learning_rate == 3e-4
+
+
+def test_a_run_takes_over_the_rank_of_the_adapter_that_it_begins_with(training, tmp_path):
+    made = {
+        "fine_tune_type": "lora",
+        "lora_parameters": {"rank": 32, "scale": 0.5, "keys": ["self_attn.q_proj", "mlp.up_proj"]},
+    }
+    (tmp_path / "tone").mkdir()
+    (tmp_path / "tone" / "adapter_config.json").write_text(json.dumps(made))
+    assert train([*RUN, "--init-from", "tone"]) == 0
+    model, adapters = training.asked[-1][0].model, training.asked[-1][0].adapters
+    assert (model.lora_rank, model.lora_alpha, model.lora_target_modules) == (32, 16, ("q_proj", "up_proj"))
+    assert adapters.max_lora_rank == 32
+    assert adapters.init_from == Path("tone")
 
 
 def test_without_matplotlib_the_run_says_so_first_and_draws_nothing(training, capsys, monkeypatch, tmp_path):

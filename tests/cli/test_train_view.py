@@ -11,6 +11,7 @@ import pytest
 from mlx_parallm.app.training_run import SampleText
 from mlx_parallm.cli.train_view import (
     RichTrainView,
+    columns_of,
     draw_curves,
     figure,
     heading,
@@ -39,6 +40,7 @@ DONE = UpdateReport(AdapterRef("default", 4), 4, "published", metrics=FULL)
 EVALUATED = UpdateReport(
     AdapterRef("default", 5), 5, "published", metrics={**FULL, "eval_mean": 0.55, "eval_low": 0.47, "eval_high": 0.63}
 )
+EVALUATES = columns_of(evaluates=True)
 FIRST = EvaluationResult(AdapterRef("base", 0), 0, 0.25, 0.125, 0.5, 16, 1, 5.0)
 BEST, WORST = (
     SampleText("What is 2 + 2?", "4", 1.0),
@@ -62,7 +64,7 @@ class Terminal(io.StringIO):
 
 
 def shown(stream: io.StringIO, *reports: UpdateReport, samples: bool = False, evaluates: bool = False) -> str:
-    with RichTrainView(3, stream, evaluates) as view:
+    with RichTrainView(3, stream, columns_of(evaluates=evaluates)) as view:
         view.started({"model": "SmolLM2-135M-Instruct", "environment": "[red]x"}, 0, Path("runs"))
         if evaluates:
             view.evaluated(FIRST)
@@ -78,7 +80,7 @@ def shown(stream: io.StringIO, *reports: UpdateReport, samples: bool = False, ev
 
 
 def test_line_has_every_figure_under_its_heading():
-    titles, cells = heading(evaluates=True), line(4, 50, EVALUATED, 190.0, evaluates=True)
+    titles, cells = heading(EVALUATES), line(4, 50, EVALUATED, 190.0, columns=EVALUATES)
     assert titles.split() == [
         *("step", "reward", "evaluation", "loss", "grad", "KL", "entropy", "clip", "length", "tok/s", "seconds"),
         *("left", "result"),
@@ -163,7 +165,7 @@ def test_plain_lines_where_there_is_no_terminal():
 
 def test_the_evaluation_of_the_start_is_a_line_of_its_own():
     lines = shown(io.StringIO(), EVALUATED, evaluates=True).splitlines()
-    assert lines[3] == heading(evaluates=True)
+    assert lines[3] == heading(EVALUATES)
     assert lines[4] == "evaluation of base@0 before the first step: 0.250 [0.12, 0.50], 16 answers, failed tasks: 1"
     assert "0.550 [0.47, 0.63]" in lines[5]
 
@@ -174,8 +176,8 @@ def test_progress_bars_on_a_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     text = shown(Terminal(), DONE, HELD, EVALUATED, samples=True, evaluates=True)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    assert plain.count(line(1, 3, DONE, 24.68, evaluates=True)) == 1
-    assert plain.count(line(2, 3, HELD, 12.34, evaluates=True)) == 1
+    assert plain.count(line(1, 3, DONE, 24.68, columns=EVALUATES)) == 1
+    assert plain.count(line(2, 3, HELD, 12.34, columns=EVALUATES)) == 1
     assert re.search(r"updates .*3/3 .* 0s left", plain)
     assert re.search(r"rollout .*32/32", plain)
     below = plain.splitlines()[-4:]

@@ -183,9 +183,10 @@ class AdapterTraining:
         """Makes the latest version the best one if its rewards have raised the running mean to a new high. If versions
         are evaluated, that decides instead."""
         if not self.unpublished and self.rewards.trend.mark_best() and not self.evaluations.enabled:
-            await self._set_best_to_latest()
+            await self.set_best_to_latest()
 
-    async def _set_best_to_latest(self) -> None:
+    async def set_best_to_latest(self) -> None:
+        """Makes the latest version the best one."""
         latest = self.versions.latest
         policy = None if latest == BASE_ADAPTER else await self._policy()
         self.checkpoints.set_best(TrainedVersion(latest, policy, self._histories()))
@@ -416,7 +417,7 @@ class AdapterTraining:
         if result is None:
             self.evaluations.postpone(step)
         elif self.evaluations.add(result):
-            await self._set_best_to_latest()
+            await self.set_best_to_latest()
         return result
 
     def _evaluate(self, version: AdapterRef, step: int) -> Awaitable[EvaluationResult | None]:

@@ -419,6 +419,11 @@ class AdapterRun:
             raise StorageError(f"the update ended as {report.status!r}, step {report.step}, but {error}") from error
         return replace(report, checkpoint=card.name)
 
+    async def mark_best(self) -> None:
+        """See `AdapterTraining.set_best_to_latest`."""
+        async with self._lock:
+            await self.training.set_best_to_latest()
+
     async def begin_lesson(self, pace: Pace, tag: str) -> CheckpointCard:
         """See `AdapterTraining.begin_lesson`. Before it, saves the policy as it is with this tag."""
         async with self._lock:

@@ -48,7 +48,7 @@ async def test_a_checkpoint_that_was_kept_is_no_best_one_and_training_does_not_g
         training = training_of(served)
         await teach(served, range(3))
         training.loop().training.rewards.trend.has_current = True
-        await training.loop().training._set_best_to_latest()
+        await training.loop().training.set_best_to_latest()
         await training.save(None, None, ["good"], {})
         await training.parts.checkpoints.tag("default", "checkpoint-2", INCUMBENT)
         await teach(served, range(3, 4))
