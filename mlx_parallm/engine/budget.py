@@ -32,11 +32,8 @@ _MEMORY_S = 30.0
 _MIN_RATIO, _MAX_RATIO = 0.1, 10.0
 """Bounds of one observation against the measured terms, so that one outlier cannot spoil the scale."""
 
-_NEWEST_CHUNKS = 0.15
-"""Weight of the newest observation in `CostModel.chunk_scale`."""
-
-_NEWEST_GROWTH = 0.4
-"""Weight of the newest observation in the running scale of what drafts cost."""
+_NEWEST_PART = 0.15
+"""Weight of the newest observation in `CostModel.chunk_scale` and `CostModel.growth_scale`."""
 
 _GROWTH_MEMORY_S = 60.0
 """Seconds of units without drafts in which two thirds of that scale are forgotten, so that drafts are tried again."""
@@ -66,10 +63,15 @@ class CostModel:
     rows, for as long as the process runs. It is learnt from units in which the chunks have another share of the time
     than usual: if one with a larger share takes longer than predicted, tokens cost more.
 
-    `steps`: pairs of a number of tokens and the seconds of a unit that samples a token after each of so many, in
-    ascending order. They are measured too, because the time of a few tokens need not grow evenly: some devices multiply
-    two rows by a matrix in the time of one, and eight in three times as long. A unit of at most so many tokens takes
-    longer or shorter than the formula says by as much as such a step does. Without them, only the formula counts.
+    `steps`: pairs of a number of rows and the seconds of a unit that samples a token of each, in ascending order. They
+    are measured too, because the time of a few tokens need not grow evenly: some devices multiply two rows by a matrix
+    in the time of one, and eight in three times as long. A unit of at most so many tokens takes longer or shorter than
+    the formula says by as much as such a step does. Without them, only the formula counts.
+
+    `uneven`: seconds by which a unit is longer in which some rows have more tokens than others, because attention takes
+    them in a call of its own. It is measured, and part of what drafts cost. `growth_scale` corrects that as
+    `chunk_scale` corrects chunks: by how much longer units with drafts take than the others, so that a machine which
+    slows down does not make drafts dearer.
     """
 
     fixed: float = 0.01
@@ -79,8 +81,10 @@ class CostModel:
     scale: float = 1.0
     chunk_scale: float = 1.0
     steps: tuple[tuple[int, float], ...] = ()
+    uneven: float = 0.0
     growth_scale: float = 1.0
     _observed_at: float | None = None
+    _drafted: float = 0.0  # running share of units with drafts
     _share: float | None = None  # running share of the chunks in the time of a unit
 
     def seconds(self, chunks: Iterable[Chunk] = (), samples: int = 0) -> float:
@@ -116,7 +120,9 @@ class CostModel:
     def growth(self, before: int, after: int) -> float:
         """How many times as long a unit of `after` tokens takes as one of `before` decode rows, if the tokens that are
         more are drafts of the same rows."""
-        return self.growth_scale * self._step(after) / self._step(before) if after > before else 1.0
+        if after <= before:
+            return 1.0
+        return max(self.growth_scale * (self._step(after) + self.uneven) / self._step(before), 1.0)
 
     def step_seconds(self, tokens: int) -> float:
         """Predicted seconds of a unit that samples a token after each of so many; 0 for none."""
@@ -148,8 +154,14 @@ class CostModel:
                 high = middle - 1
         return low
 
-    def observe(self, chunks: Iterable[Chunk], samples: int, seconds: float, now: float) -> None:
+    def observe(
+        self, chunks: Iterable[Chunk], samples: int, seconds: float, now: float, growth: float | None = None
+    ) -> None:
         """Corrects the scales by a unit that took `seconds` and ended at `now`.
+
+        Args:
+            growth: how many times as long its drafts were to make it; it is described as it would be without them.
+                None: it had no drafts.
 
         `scale` is of all terms, because load, heat and clock rate change them alike. The older the last observation,
         the less the old scale counts, and the less the difference from it says about `chunk_scale`.
@@ -157,31 +169,26 @@ class CostModel:
         unscaled, of_chunks = self._unscaled(chunks, samples)
         share = of_chunks / unscaled
         usual = share if self._share is None else self._share
-        ratio = min(max(seconds / unscaled, _MIN_RATIO), _MAX_RATIO)
+        ratio = min(max(seconds / unscaled / (growth or 1.0), _MIN_RATIO), _MAX_RATIO)
         idle = 0.0 if self._observed_at is None else now - seconds - self._observed_at
         weight = max(_NEWEST_RATIO, 1.0 - math.exp(-idle / _MEMORY_S))
         surprise = min(max(math.log(ratio / self.scale), -1.0), 1.0)
-        corrected = self.chunk_scale * math.exp(_NEWEST_CHUNKS * (1.0 - weight) * surprise * (share - usual))
+        corrected = self.chunk_scale * math.exp(_NEWEST_PART * (1.0 - weight) * surprise * (share - usual))
         self.chunk_scale = min(max(corrected, _MIN_RATIO), _MAX_RATIO)
         self._share = usual + _NEWEST_RATIO * (share - usual)
+        drafted = growth is not None
+        dearer = math.exp(_NEWEST_PART * (1.0 - weight) * surprise * (drafted - self._drafted))
+        self.growth_scale = min(max(self.growth_scale * dearer, _MIN_RATIO), _MAX_RATIO)
+        if not drafted:
+            self.growth_scale += min(seconds / _GROWTH_MEMORY_S, 1.0) * (1.0 - self.growth_scale)
+        self._drafted += _NEWEST_RATIO * (drafted - self._drafted)
         self.scale += weight * (ratio - self.scale)
-        self.growth_scale += min(seconds / _GROWTH_MEMORY_S, 1.0) * (1.0 - self.growth_scale)
         self._observed_at = now
 
     def forget(self) -> None:
         """Lets the next unit set the scale alone, whatever was observed before. Call it when the machine has slept: its
         clock rate may be another one."""
         self._observed_at, self.growth_scale = -math.inf, 1.0
-
-    def observe_drafts(self, rows: Seq[Chunk], drafts: int, seconds: float) -> None:
-        """Corrects `growth` by a unit of decode rows, and of so many tokens of drafts, that took `seconds`.
-
-        Args:
-            rows: as they would be without drafts, so each is a chunk of one token.
-        """
-        expected = self.seconds(rows, len(rows)) * self.growth(len(rows), len(rows) + drafts) / self.growth_scale
-        ratio = min(max(seconds / expected, _MIN_RATIO), _MAX_RATIO)
-        self.growth_scale += _NEWEST_GROWTH * (ratio - self.growth_scale)
 
 
 # ---- time between decode steps -----------------------------------------------------------------

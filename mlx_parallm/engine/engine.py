@@ -261,7 +261,9 @@ class Engine:
         with Affecting(in_flight.requests):
             self.runner.wait()
         now = time.monotonic()
-        seconds = now - max(in_flight.at, self._ended_at)
+        waited_for = self._parts.lookahead and in_flight.unit.drafts and not in_flight.unit.delayed
+        launched_at = self._ended_at if waited_for and not self._others_run() else in_flight.at
+        seconds = now - max(launched_at, self._ended_at)  # a unit with drafts has kept the device waiting
         prefill_s = self.scheduler.record_done(in_flight.unit, seconds, now)
         self.counters.add_seconds(decode=seconds - prefill_s, prefill=prefill_s)
         self._ended, self._ended_at = replace(in_flight, at=now), now

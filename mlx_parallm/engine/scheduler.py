@@ -291,7 +291,8 @@ class RLAwareScheduler:
         spans = [UnitSpan(row, row.computed, 1 + row.drafted) for row in rows]
         last_chunks = (chunk.row for chunk in chunks if chunk.tokens == chunk.row.pending)
         drafts = sum(row.drafted for row in rows)
-        return ForwardUnit((*spans, *chunks), (*rows, *last_chunks), len(rows), self.gap.interrupted, drafts)
+        growth = self.cost.growth(len(rows), len(rows) + drafts)
+        return ForwardUnit((*spans, *chunks), (*rows, *last_chunks), len(rows), self.gap.interrupted, drafts, growth)
 
     def _with_room(self, rows: list[Sequence]) -> list[Sequence]:
         """Makes room for a token in every row, and for its draft if there is memory, oldest first. Preempts rows if
@@ -340,6 +341,8 @@ class RLAwareScheduler:
         self.gap.close()
         for sequence in unit.sampling:
             sequence.sampled += 1 + sequence.drafted
+        for row in unit.rows:
+            row.row.ahead -= unit.growth - 1.0
         for span in unit.spans:
             span.row.started_at = span.row.started_at or now
             self._shares.charge(span.row, span.tokens)
@@ -366,7 +369,8 @@ class RLAwareScheduler:
             chunks_s = sum(self.cost.chunk_seconds(chunk.work) for chunk in unit.chunks)
             prefill_s = seconds * min(chunks_s / self.cost.seconds(work, unit.tokens_sampled), 1.0)
         if unit.drafts and not unit.chunks:
-            self.cost.observe_drafts([span._replace(tokens=1) for span in work], unit.drafts, seconds)
+            rows = [span._replace(tokens=1) for span in work]
+            self.cost.observe(rows, unit.decodes, seconds, now, unit.growth)
         else:
             self.cost.observe(work, unit.tokens_sampled, seconds, now)
         if unit.decodes:

@@ -74,6 +74,8 @@ class Sequence(KVRow):
         proposed: the tokens that may follow the last one, as they are proposed without the base model; see `speculate`.
         acceptance: the share of tokens like those of `proposed` that were right lately.
         model_acceptance: the same of drafts of the draft model; 0.0 if it makes none for this sequence now.
+        ahead: the tokens that its drafts have given it, less the steps by which drafts, of any sequence, have made its
+            units longer. Where it would be far below zero, the sequence would end later than without speculation.
 
     Those of sampling:
         sampling: its options.
@@ -118,6 +120,7 @@ class Sequence(KVRow):
     proposed: Seq[int] = ()
     acceptance: float = 0.0
     model_acceptance: float = 0.0
+    ahead: float = 0.0
 
     sampling: RowSampling = field(default_factory=lambda: RowSampling(SamplingParams()))
     draft_sampling: Seq[RowSampling] = ()
@@ -203,6 +206,7 @@ class Sequence(KVRow):
         """Counts a token of the draft again, because it was right, and with it the token that was sampled after it."""
         self.sampled += 1
         self.computed += 1
+        self.ahead += 1.0
 
     def forget_unread(self) -> None:
         """Takes back tokens that were sampled but will never be read, so that they are sampled again.

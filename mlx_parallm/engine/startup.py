@@ -240,8 +240,11 @@ _REPEATS, _LONG_ENOUGH_S = 3, 0.5
 other programs each takes seconds, and a start should not take minutes."""
 
 _STEPS, _STEPS_ON_CPU = (1, 2, 3, 4, 6, 8, 12, 16, 24, MOST_TOKENS), (1, 2, 4, 8, 16, MOST_TOKENS)
-"""Tokens whose units are timed, to know what a few rows, and the tokens of drafts, cost. On a GPU more of them, as
+"""Rows whose units are timed, to know what a few rows, and the tokens of drafts, cost. On a GPU more of them, as
 the times of quantized products of 2 to 12 rows are uneven (https://github.com/ml-explore/mlx/issues/4265)."""
+
+_UNEVEN = 8
+"""Tokens of the unit with which `CostModel.uneven` is measured. One row has two of them."""
 
 Check = Callable[[], None]
 """Raises what ends the measurements early."""
@@ -305,7 +308,7 @@ def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
     short = _least(runner, check, [_SHORT])
     if runner.attention.kernel:  # that of few long rows is compiled now, and not when they come
         _least(runner, check, [1, 1], context)
-    sampling_s = _least(runner, check, rows, samples=1) - short
+    sampling_s = _least(runner, check, rows, samples=[1] * _SAMPLING) - short
     per_pair = max(deep - long, 0.0) / (most * context)
     per_token = max(long - short, 1e-6) / (most - _SHORT)
     fixed = max(short - _SHORT * per_token, 1e-4)
@@ -313,16 +316,21 @@ def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
 
 
 def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda: None) -> CostModel:
-    """Measures units of a few tokens too, each of which gives a token, in about a second on such a CPU: drafts of one
-    row, or a token of each of several rows, if the model's states cannot be rolled back."""
-    one_row, counts = runner.cache.layout.rolls_back, _STEPS_ON_CPU if on_cpu() else _STEPS
-    if runner.cache.longest_row < MOST_TOKENS * (1 if one_row else BLOCK_TOKENS):
+    """Measures units of a token of each of a few rows too, and one in which a row has a draft, in about a second on
+    such a CPU."""
+    if runner.cache.longest_row < MOST_TOKENS * BLOCK_TOKENS:
         return cost
-    times = [_least(runner, check, *(([tokens], 0, tokens) if one_row else ([1] * tokens, 0, 1))) for tokens in counts]
-    return replace(cost, steps=tuple(zip(counts, accumulate(times, max), strict=True)))
+    counts = _STEPS_ON_CPU if on_cpu() else _STEPS
+    times = [_least(runner, check, [1] * rows, samples=[1] * rows) for rows in counts]
+    steps = tuple(zip(counts, accumulate(times, max), strict=True))
+    if not runner.cache.layout.rolls_back:
+        return replace(cost, steps=steps)
+    drafted = [2, *[1] * (_UNEVEN - 2)]
+    uneven = _least(runner, check, drafted, samples=drafted) - dict(steps)[_UNEVEN]
+    return replace(cost, steps=steps, uneven=max(uneven, 0.0))
 
 
-def _least(runner: BatchRunner, check: Check, chunks: Seq[int], context: int = 0, samples: int = 0) -> float:
+def _least(runner: BatchRunner, check: Check, chunks: Seq[int], context: int = 0, samples: Seq[int] = ()) -> float:
     """The time of a unit: the least of several, because the machine may do other work too. See `_seconds`."""
     times: list[float] = []
     while len(times) < _REPEATS and not (times and on_cpu() and sum(times) > _LONG_ENOUGH_S):
@@ -330,15 +338,16 @@ def _least(runner: BatchRunner, check: Check, chunks: Seq[int], context: int = 0
     return min(times)
 
 
-def _seconds(runner: BatchRunner, check: Check, chunks: Seq[int], context: int, samples: int = 0) -> float:
-    """The time of a unit with a chunk of so many tokens for each of some rows. `samples`: tokens that each samples."""
+def _seconds(runner: BatchRunner, check: Check, chunks: Seq[int], context: int, samples: Seq[int]) -> float:
+    """The time of a unit with a chunk of so many tokens for each of some rows. `samples`: tokens that each samples;
+    empty: none."""
     check()
     rows: list[Sequence] = []
     try:
         for tokens in chunks:
             rows.append(_open(runner, context, tokens))
-        for row in rows:
-            row.drafted = max(samples - 1, 0)
+        for row, sampled in zip(rows, samples, strict=False):
+            row.drafted = sampled - 1
             row.draft_sampling = [row.sampling] * row.drafted
         spans = [Span(row, context, tokens) for row, tokens in zip(rows, chunks, strict=True)]
         started = time.perf_counter()

@@ -47,6 +47,7 @@ class ForwardUnit:
         decodes: the number of decode rows.
         drafts: draft tokens of decode rows that the unit computes and checks, besides the token of each row.
         delayed: staging or training ran since the last forward unit.
+        growth: how many times as long it takes as its decode rows would without drafts, as the cost model predicts it.
     """
 
     spans: tuple[UnitSpan, ...]
@@ -54,6 +55,7 @@ class ForwardUnit:
     decodes: int
     delayed: bool = False
     drafts: int = 0
+    growth: float = 1.0
 
     @property
     def rows(self) -> tuple[UnitSpan, ...]:

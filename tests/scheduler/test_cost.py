@@ -33,6 +33,12 @@ class Machine:
     def decode(self, slower: float, times: int = 1) -> None:
         self.run(ROWS, len(ROWS), slower, times)
 
+    def draft(self, slower: float) -> None:
+        """A unit of the same rows with 4 tokens of drafts, so many times slower than one without."""
+        seconds = slower * self.calibrated.seconds(ROWS, len(ROWS))
+        self.now += seconds
+        self.cost.observe(ROWS, len(ROWS), seconds, self.now, self.cost.growth(4, 8))
+
 
 def test_the_scale_follows_prefill() -> None:
     machine = Machine()
@@ -127,13 +133,32 @@ def test_drafts_that_cost_more_than_was_measured_are_left_off_and_tried_again() 
     """A unit of 4 rows takes 1.5 times as long with 4 tokens of drafts, where the measured times say 1.1 times."""
     machine = Machine()
     machine.cost.steps = ((4, 0.022), (8, 0.0242))
-    plain = machine.calibrated.seconds(ROWS, len(ROWS))
-    for _ in range(10):
-        machine.cost.observe_drafts(ROWS, drafts=4, seconds=1.5 * plain)
-    assert machine.cost.growth(4, 8) == pytest.approx(1.5, abs=0.01)
+    for _ in range(40):
+        machine.decode(1.0)
+        machine.draft(1.5)
+    assert machine.cost.growth(4, 8) == pytest.approx(1.5, abs=0.05)
     assert machine.cost.growth(4, 4) == 1.0
-    machine.decode(1.0, times=int(300 / plain))
+    machine.decode(1.0, times=int(300 / machine.calibrated.seconds(ROWS, len(ROWS))))
     assert machine.cost.growth(4, 8) == pytest.approx(1.1, abs=0.01)
+
+
+def test_a_machine_that_slows_down_makes_no_draft_dearer() -> None:
+    machine = Machine()
+    machine.cost.steps = ((4, 0.022), (8, 0.0242))
+    for _ in range(20):
+        machine.decode(1.0)
+        machine.draft(1.1)
+    for _ in range(40):
+        machine.draft(3.3)
+    assert machine.cost.growth(4, 8) == pytest.approx(1.1, abs=0.15)
+    assert machine.cost.seconds(ROWS, 4) == pytest.approx(3 * machine.calibrated.seconds(ROWS, 4), rel=0.12)
+
+
+def test_uneven_units_take_longer_by_what_was_measured() -> None:
+    """A draft that costs no time otherwise; as in the first units of a server, before any was observed."""
+    cost = CostModel(steps=((1, 0.01), (8, 0.01)), uneven=0.002)
+    assert cost.growth(4, 5) == pytest.approx(1.2)
+    assert cost.growth(4, 4) == 1.0
 
 
 # -- what no longer fits ---------------------------------------------------------------------------
@@ -143,7 +168,7 @@ def test_after_sleep_the_first_unit_alone_sets_the_scale() -> None:
     """The clock stands still during sleep, so without `forget` the scale would look fresh."""
     machine = Machine()
     machine.decode(5.0, times=50)
-    machine.cost.observe_drafts(ROWS, 3, 1.0)
+    machine.draft(3.0)
     machine.cost.forget()
     machine.decode(1.0)
     assert machine.cost.scale == pytest.approx(1.0)

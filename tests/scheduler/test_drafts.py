@@ -49,8 +49,35 @@ def test_the_measured_times_of_a_few_rows_decide() -> None:
     assert measured.growth(2, 3) == pytest.approx(2.0)
 
 
+THIRD = CostModel(fixed=0.02, per_token=0.005, per_pair=0.0, per_sample=0.005)
+"""A unit of 4 rows takes a third longer with two tokens of drafts."""
+
+
+def test_no_sequence_is_left_behind_for_a_small_gain() -> None:
+    fast, slow = [row(0.95, proposed=1) for _ in range(2)], [row(0.0, proposed=0) for _ in range(2)]
+    assert drafted(THIRD, *fast, *slow) == [0, 0, 0, 0]
+    assert drafted(THIRD, *fast) == [1, 1], "none waits for another one"
+    for each in slow:
+        each.ahead = 0.5  # tokens that its own drafts gave it before
+    assert drafted(THIRD, *fast, *slow) == [1, 1, 0, 0]
+    for each in slow:
+        each.ahead, each.sampled, each.max_tokens = 0.0, 40, 100
+    assert drafted(THIRD, *fast, *slow) == [1, 1, 0, 0], "after many steps it may wait for a unit"
+
+
+def test_the_more_all_gain_the_further_one_may_be_left_behind() -> None:
+    fast, slow = [row(0.95) for _ in range(3)], row(0.0, proposed=0)
+    assert sum(drafted(CHEAP, *fast, slow)) > 9
+    slow.ahead = -20.0
+    assert drafted(CHEAP, *fast, slow) == [0, 0, 0, 0]
+
+
 def test_drafts_and_rows_stay_within_what_a_device_computes_at_once() -> None:
-    assert sum(drafted(CHEAP, *[row(1.0) for _ in range(20)])) == 12
+    twenty = [row(0.9, sampled=30) for _ in range(20)]
+    assert sum(drafted(CHEAP, *twenty)) == 12
+    for each in twenty[:10]:
+        each.ahead = 1.0
+    assert drafted(CHEAP, *twenty)[10:] == [1] * 10, "those that got none go first"
     assert sum(drafted(CHEAP, *[row(1.0) for _ in range(40)])) == 0
 
 
