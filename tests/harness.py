@@ -193,9 +193,8 @@ def make_harness(
     """A loop over `model` (tiny llama by default) with a pool of `budget_tokens`, and of so many recurrent states;
     `switches` go to `EngineParts`.
 
-    `speculates`: tokens are guessed from texts and grammars. `draft`: a draft model guesses, also if it is `model`
-    itself, which then guesses for rows with an adapter, or the prediction head of `model`. Its passes are taken to cost
-    a tenth, whatever they take.
+    `speculates`: tokens are guessed from texts and grammars. `draft`: a draft model, or the prediction head of
+    `model`, guesses. Its passes are taken to cost a tenth, whatever they take.
     `compatible`: rows run one by one.
     """
     model = model or tiny_model("llama")
@@ -226,9 +225,8 @@ def make_harness(
             runner.hidden = HiddenStates()
             switches["draft_model"] = DraftHead(own, cheap, plan.vocab_size, draft.input, runner.hidden)
         else:
-            own = _draft_runner(draft, bank if draft is model else None, memory, max_length)
-            size = plan.vocab_size
-            switches["draft_model"] = DraftModel(own, cheap, size, size, for_adapters=draft is model)
+            own = _draft_runner(draft, memory, max_length)
+            switches["draft_model"] = DraftModel(own, cheap, plan.vocab_size, plan.vocab_size)
     switches["draft_sources"] = frozenset(sources)
     cost = (FixedCost if sources else CostModel)(0.01, 1e-4, 1e-8)
     parts = EngineParts(runner, store, vocabulary, scheduler, cost, training, **switches)
@@ -267,11 +265,10 @@ def tokens_in(events: Iterable[Event]) -> list[int]:
     return [token for event in events if isinstance(event, SequenceOutput) for token in event.token_ids]
 
 
-def _draft_runner(model: nn.Module, bank: AdapterBank | None, device: DeviceMemory, max_length: int) -> BatchRunner:
+def _draft_runner(model: nn.Module, device: DeviceMemory, max_length: int) -> BatchRunner:
     plan = prepare(model)
-    layout = plan.layout
-    bank = bank or _bank(model, 0, 1, layout.dtype)
-    return BatchRunner(model, LoRABatchedKVCache(layout, device, max_length), bank, plan)
+    bank = _bank(model, 0, 1, plan.layout.dtype)
+    return BatchRunner(model, LoRABatchedKVCache(plan.layout, device, max_length), bank, plan)
 
 
 def _head_runner(head: PredictionHead, bank: AdapterBank, device: DeviceMemory, max_length: int) -> BatchRunner:

@@ -1,6 +1,6 @@
 """Measures what guessed tokens gain: two servers, with and without speculation, answer the same requests in turn.
 
-    python benchmarks/studies/speculation.py [--quick] [--repeats 3] [--only copying editing new json draft base]
+    python benchmarks/studies/speculation.py [--quick] [--repeats 3] [--only copying editing new json draft]
         [--out FILE]
 
 copying  a text is to be continued that was written twice before
@@ -8,7 +8,6 @@ editing  a letter is to be written again with other names in it, after three suc
 new      a chat about something new, which repeats little
 json     an object whose keys a JSON schema demands
 draft    a chat, for which the bundled model's own first layers guess; they were not trained for that, so without an aim
-base     a chat with an adapter, for which the base model guesses, without an aim either
 
 One row for each of them, and 8 and 16 rows for copying and new. All requests are greedy, with as many tokens on both
 sides. Compared are tokens per second of all rows together, and the texts: they must be equal, except after a token
@@ -33,8 +32,8 @@ from benchmarks.lib.peers import Peer, cancelled_by_sigterm, our_server
 from benchmarks.lib.prompts import short_prompts
 from benchmarks.lib.throughput import warm_up
 
-KINDS = ("copying", "editing", "new", "json", "draft", "base")
-BATCHES = {"copying": (1, 8, 16), "editing": (1,), "new": (1, 8, 16), "json": (1,), "draft": (1,), "base": (1,)}
+KINDS = ("copying", "editing", "new", "json", "draft")
+BATCHES = {"copying": (1, 8, 16), "editing": (1,), "new": (1, 8, 16), "json": (1,), "draft": (1,)}
 """Rows that are measured together, for each kind."""
 
 TOKENS, QUICK_TOKENS = 96, 32
@@ -131,7 +130,7 @@ async def _measure(arguments: argparse.Namespace) -> list[Point]:
     tokens, repeats = (QUICK_TOKENS, 1) if arguments.quick else (TOKENS, arguments.repeats)
     measured: list[Point] = []
     with tempfile.TemporaryDirectory(prefix="speculation_benchmark_") as name:
-        if not {"draft", "base"}.isdisjoint(arguments.only):
+        if "draft" in arguments.only:
             subprocess.run([sys.executable, "-m", "benchmarks.lib.programs.drafts", name], check=True)
         for number, pair in enumerate(_pairs(Path(name))):
             points = [Point(kind, rows) for kind in pair.kinds if kind in arguments.only for rows in BATCHES[kind]]
@@ -143,11 +142,10 @@ async def _measure(arguments: argparse.Namespace) -> list[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two servers that answer these kinds of requests: the flags of both, and of the one with speculation."""
+    """Two servers that answer these kinds of requests, and the flags of the one with speculation."""
 
     kinds: tuple[str, ...]
     on: tuple[str, ...]
-    both: tuple[str, ...] = ()
 
 
 def _pairs(folder: Path) -> list[Pair]:
@@ -155,16 +153,11 @@ def _pairs(folder: Path) -> list[Pair]:
     return [
         Pair(("copying", "editing", "new", "json"), ("--speculation", "auto")),
         Pair(("draft",), ("--speculation", "draft", "--draft-model", str(folder / "first_layers"))),
-        Pair(
-            ("base",),
-            ("--speculation", "draft", "--draft-model", "base"),
-            ("--adapter-dir", str(folder / "adapters")),
-        ),
     ]
 
 
 async def _measure_pair(pair: Pair, points: list[Point], logs: Path, tokens: int, repeats: int) -> None:
-    both = ("--no-prefix-cache", *pair.both)
+    both = ("--no-prefix-cache",)
     async with (
         our_server(None, _folder(logs, "off"), (*both, "--speculation", "off")) as off,
         our_server(None, _folder(logs, "on"), (*both, *pair.on)) as on,
@@ -228,8 +221,7 @@ def _body(kind: str, number: int, repeat: int, tokens: int) -> Body:
         asked = {"role": "user", "content": f"What is the weather in {text.split()[0]}? Answer in JSON."}
         schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
         return {**greedy(max(tokens, TOKENS)), "messages": [asked], "response_format": schema}
-    adapter = {"model": "small"} if kind == "base" else {}
-    return {**common, **adapter, "messages": [{"role": "user", "content": f"Tell me a story about: {text}"}]}
+    return {**common, "messages": [{"role": "user", "content": f"Tell me a story about: {text}"}]}
 
 
 def _letter(number: int) -> str:

@@ -188,7 +188,7 @@ class BaseModel:
             work,
             lookahead=self._lookahead,
             draft_sources=sources,
-            draft_model=self._draft_model(built, cost) if Source.MODEL in sources else None,
+            draft_model=self._draft_model(built) if Source.MODEL in sources else None,
             trace=config.debug.trace if self.first else None,
             check_every_unit=config.debug.check_every_unit,
             queue_timeout_s=config.server.queue_timeout,
@@ -204,9 +204,10 @@ class BaseModel:
             return False
         return not on_cpu() if self._config.debug.lookahead is None else self._config.debug.lookahead
 
-    def _draft_model(self, built: Built, cost: CostModel) -> DraftModel:
+    def _draft_model(self, built: Built) -> DraftModel:
+        assert built.draft is not None
         memories, keep = self._shared.memories, self._config.server.prefix_cache
-        return build_draft_model(built.manager, built.bank, built.runner, cost, built.draft, memories, keep)
+        return build_draft_model(built.manager, built.bank, built.runner, built.draft, memories, keep)
 
     def _measured(self, built: Built, steps: bool) -> CostModel:
         """The cost model. It is measured when the base model is first loaded, as is the faster kind of attention.

@@ -29,7 +29,6 @@ from mlx_parallm.config import Config
 from mlx_parallm.core.device import TrainingWork
 from mlx_parallm.core.engine import EngineClient, ModelCard
 from mlx_parallm.core.requests import Event, GenerationRequest
-from mlx_parallm.engine.draft_loading import BASE as DRAFT_BASE
 from mlx_parallm.engine.engine import EngineParts
 from mlx_parallm.engine.machine_watch import MachineWatch
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
@@ -172,8 +171,7 @@ class RunningEngine:
         check(self.config)
         checkpointing, training = self.config.checkpointing, self.config.rl_training.enabled
         self._inputs = TrainingInputs.of(self.config) if training else None
-        draft = self.config.model.draft_model
-        for path in (*(base.at.path for base in self.bases[1:]), None if draft == DRAFT_BASE else draft):
+        for path in (*(base.at.path for base in self.bases[1:]), self.config.model.draft_model):
             if path is not None:
                 find_model(path)  # which may download it, for longer than a request would wait
         self.shared.run = open_run(checkpointing.checkpoint_dir, checkpointing.resume, wanted=training)

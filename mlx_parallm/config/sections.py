@@ -52,8 +52,8 @@ class ModelConfig(Section):
     flag --model-path, with several values, sets base_model_path to the first of them and this to the others.
     """
     draft_model: Annotated[Text | None, Flag("--draft-model", "DIR_OR_HUB_ID")] = None
-    """Smaller model with the same vocabulary that guesses tokens for server.speculation: a directory or hub id. base
-    means the base model itself, without an adapter, which guesses for sequences with one. null means none.
+    """Smaller model with the same vocabulary that guesses tokens for server.speculation: a directory or hub id. null
+    means none.
     """
     idle_unload: Annotated[Number | None, Flag("--idle-unload", "SECONDS", only=SERVE)] = Field(default=None, gt=0)
     """Time in seconds after which a base model that nobody has used is unloaded. Its next request loads it again. The

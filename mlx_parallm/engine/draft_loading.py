@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.batch.hidden import HiddenStates
 from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.config import Attention, Config, Speculation
-from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.draft_head import DraftHead
 from mlx_parallm.engine.draft_model import DraftModel
 from mlx_parallm.engine.model_check import prove_once
@@ -23,9 +21,6 @@ from mlx_parallm.model.mtp import PredictionHead, attached
 from mlx_parallm.model.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
-
-BASE = "base"
-"""The value of `model.draft_model` that means the base model itself."""
 
 _SOURCES = {
     Speculation.OFF: frozenset[Source](),
@@ -66,8 +61,7 @@ def _check_forgets(model: SharedModelManager, asked: str) -> None:
 
 
 def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelManager | PredictionHead | None:
-    """Loads the draft model, or without one the base model's prediction head for `auto`. None if there is none, or if
-    the draft model is the base model itself.
+    """Loads the draft model, or without one the base model's prediction head for `auto`. None if there is none.
 
     Raises:
         ModelError: it cannot be loaded or batched, or cannot forget wrong drafts.
@@ -76,7 +70,7 @@ def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelMan
     path = config.model.draft_model
     if path is None and config.server.speculation is Speculation.AUTO and base.plan.layout.rolls_back:
         return base.load_head()
-    if path is None or path == BASE:
+    if path is None:
         return None
     if config.model.other_base_models:
         raise ConfigError(
@@ -116,16 +110,14 @@ def build_draft_model(
     base: SharedModelManager,
     bank: AdapterBank,
     runner: BatchRunner,
-    cost: CostModel,
-    draft: SharedModelManager | PredictionHead | None,
+    draft: SharedModelManager | PredictionHead,
     sharing: list[DeviceMemory],
     keep_prefixes: bool,
 ) -> DraftModel:
     """The draft model with a KV pool of its own, whose memory is part of the budget.
 
     Args:
-        bank, runner, cost: of the base model.
-        draft: None: the base model itself drafts, without an adapter.
+        bank, runner: of the base model.
         sharing: the memories that share the budget.
         keep_prefixes: whether draft rows of the same prompt compute it once.
     """
@@ -134,7 +126,7 @@ def build_draft_model(
         if isinstance(draft, PredictionHead):
             drafts: DraftModel = _draft_head(base, bank, runner, draft, memory)
         else:
-            drafts = _draft_model(base, bank, runner, cost, draft, memory, keep_prefixes)
+            drafts = _draft_model(base, runner, draft, memory, keep_prefixes)
     except BaseException:  # whatever it is: the base models must not count its memory
         memory.leave()
         raise
@@ -144,27 +136,18 @@ def build_draft_model(
 
 
 def _draft_model(
-    base: SharedModelManager,
-    bank: AdapterBank,
-    runner: BatchRunner,
-    cost: CostModel,
-    draft: SharedModelManager | None,
-    memory: DeviceMemory,
-    keep_prefixes: bool,
+    base: SharedModelManager, runner: BatchRunner, draft: SharedModelManager, memory: DeviceMemory, keep_prefixes: bool
 ) -> DraftModel:
-    model = draft or base
-    length = min(runner.cache.longest_row, model.card.context_length)
-    slots = bank if draft is None else draft.install_bank(slots=0, max_rank=1)
-    if draft is not None:
-        prove_once(draft, slots)
-    cache = LoRABatchedKVCache(model.plan.layout, memory, length, keep_prefixes)
-    own = BatchRunner(model.model, cache, slots, model.plan)
-    own.attention = runner.attention
-    if draft is not None:
-        wanted = Attention.AUTO if runner.attention.kernel else Attention.PLAIN
-        choose_attention(own, wanted, Prover(model.model, slots, model.plan, own))
-        cost = calibrate_steps(own, calibrate(own))
-    return DraftModel(own, replace(cost), base.card.vocab_size, model.card.vocab_size, for_adapters=draft is None)
+    bank = draft.install_bank(slots=0, max_rank=1)
+    prove_once(draft, bank)
+    length = min(runner.cache.longest_row, draft.card.context_length)
+    own = BatchRunner(
+        draft.model, LoRABatchedKVCache(draft.plan.layout, memory, length, keep_prefixes), bank, draft.plan
+    )
+    wanted = Attention.AUTO if runner.attention.kernel else Attention.PLAIN
+    choose_attention(own, wanted, Prover(draft.model, bank, draft.plan, own))
+    cost = calibrate_steps(own, calibrate(own))
+    return DraftModel(own, cost, base.card.vocab_size, draft.card.vocab_size)
 
 
 def _draft_head(
@@ -176,4 +159,4 @@ def _draft_head(
     own.attention = runner.attention
     cost = calibrate_steps(own, calibrate(own))
     runner.hidden = HiddenStates()
-    return DraftHead(own, replace(cost), base.card.vocab_size, head.input, runner.hidden)
+    return DraftHead(own, cost, base.card.vocab_size, head.input, runner.hidden)

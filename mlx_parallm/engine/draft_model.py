@@ -112,22 +112,13 @@ class DraftModel:
         cost: as it was measured.
         vocab_size: width of the base model's logits. Wider logits of the draft model are cut.
         draft_vocab_size: width of the draft model's logits.
-        for_adapters: the draft model is the base model itself, so it proposes only for sequences with an adapter.
     """
 
-    def __init__(
-        self,
-        runner: BatchRunner,
-        cost: CostModel,
-        vocab_size: int,
-        draft_vocab_size: int,
-        for_adapters: bool = False,
-    ) -> None:
+    def __init__(self, runner: BatchRunner, cost: CostModel, vocab_size: int, draft_vocab_size: int) -> None:
         self.cost = cost
         self._runner = runner
         self._cache = runner.cache
         self._vocab_size = min(vocab_size, draft_vocab_size)
-        self._for_adapters = for_adapters
         self._rows: dict[Sequence, DraftRow] = {}
         self._rests = 0  # units without drafts that are left
         self._faults = 0  # since the last draft
@@ -147,8 +138,7 @@ class DraftModel:
 
     def may_draft(self, sequence: Sequence) -> bool:
         """Whether it may be asked for a draft of this sequence now."""
-        fits = len(sequence.tokens) + LONGEST_DRAFT <= self._cache.longest_row
-        return not self._rests and fits and (sequence.adapter_slot != 0 or not self._for_adapters)
+        return not self._rests and len(sequence.tokens) + LONGEST_DRAFT <= self._cache.longest_row
 
     def draft(self, tokens: Mapping[Sequence, int], seconds: float) -> dict[Sequence, Seq[int]]:
         """Proposes so many tokens for each of these sequences, the most probable ones.
