@@ -6,6 +6,7 @@ The environments in `environments` are written as users of verifiers write them.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from statistics import fmean
@@ -17,14 +18,14 @@ from docs.pages import blocks_of
 
 pytestmark = pytest.mark.timeout(3600)
 
-ENVIRONMENTS = HERE / "environments"
+ENVIRONMENTS, RECIPES = HERE / "environments", HERE.parents[1] / "examples" / "recipes"
 WITH_VERIFIERS = (*UV, "run", *PYTHON, "--isolated", "--project", str(HERE.parents[1]), "--extra", "verifiers")
 UPDATES, LEAST_GAIN = 12, 0.3
 SETTINGS = {"prompts-per-step": 4, "group-size": 6, "max-tokens": 8, "learning-rate": 1e-3, "steps": UPDATES}
 
 
 def run(*command: str) -> str:
-    return printed(*WITH_VERIFIERS, *command, PYTHONPATH=str(ENVIRONMENTS))
+    return printed(*WITH_VERIFIERS, *command, PYTHONPATH=f"{ENVIRONMENTS}{os.pathsep}{RECIPES}")
 
 
 def played(environment: str, *answers: str | list[Any]) -> dict[str, Any]:

@@ -16,7 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx
 from docs.pages import ROOT, Block, blocks_of
@@ -65,9 +68,9 @@ class PageError(AssertionError):
 
 class Reader:
     """`shared`: one server answers the commands of all pages, and a line that starts another one is only checked.
-    Otherwise each such line starts its server, and slow blocks run too."""
+    Otherwise each such line starts its server, and slow blocks run too. `variables`: of the environment."""
 
-    def __init__(self, folder: Path, shared: bool) -> None:
+    def __init__(self, folder: Path, shared: bool, variables: Mapping[str, str] = MappingProxyType({})) -> None:
         self._folder = folder
         self._shared = shared
         self._line = ""
@@ -89,6 +92,7 @@ class Reader:
             "PAGES_BIN": str(Path(sys.executable).parent),
             "PAGES_INSTALL": str(Path(__file__).with_name("install_editable.py")),
             "PYTHONPATH": str(folder / "site"),
+            **variables,
         }
         if shared:
             subprocess.run([sys.executable, "examples/random_adapter.py", "adapters/tone"], cwd=folder, check=True)
@@ -112,10 +116,15 @@ class Reader:
             elif block.language == "python":
                 self._run(block, sys.executable, "-c", self._here(block.text))
 
+    @property
+    def url(self) -> str:
+        """Where servers of the pages listen."""
+        return f"http://{self._address}"
+
     def get(self, path: str) -> httpx.Response:
         """What the server of the pages answers, which is started if it does not run."""
         self._serve(EVERYTHING if self._shared else PLAIN)
-        return httpx.get(f"http://{self._address}{path}", timeout=LIMIT_S).raise_for_status()
+        return httpx.get(f"{self.url}{path}", timeout=LIMIT_S).raise_for_status()
 
     def close(self) -> None:
         """Ends the server; it must end with 0."""
@@ -141,9 +150,15 @@ class Reader:
             if self._printed is not None and line not in self._printed:
                 raise PageError(f"{block}: {line!r} is not in the output:\n{self._printed}")
 
+    def run(self, block: Block, changes: Mapping[str, str]) -> None:
+        """Runs a block of commands, whatever its note says, with these texts changed in it."""
+        for old, new in changes.items():
+            block = replace(block, text=block.text.replace(old, new))
+        self._run_sh(block)
+
     def _run_sh(self, block: Block) -> None:
         script = ""
-        for line in block.text.splitlines():
+        for line in block.text.replace("\\\n", "").splitlines():
             if starts := _SERVES.fullmatch(line):
                 self._run_script(block, script)
                 script = ""

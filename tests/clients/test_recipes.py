@@ -1,0 +1,133 @@
+"""docs/recipes.md: each command as it stands there, with the default model and with a tiny random one of the family that
+the page names. Only the model changes, and where its tokenizer is from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+import pytest
+from clients.agents import installed
+from clients.running import PYTHON, Report, asking_no_other_host
+from docs.following import Reader
+from docs.pages import ROOT, Block, blocks_of
+from family_checks import CONFIGURATIONS, build
+from tiny import save_directory
+
+pytestmark = pytest.mark.timeout(3600)
+
+PAGE = "docs/recipes.md"
+MODEL, HUB_ID, RENDERER = "mlx-community/Qwen3.5-4B-MLX-4bit", "Qwen/Qwen3.5-4B", "qwen3_5_disable_thinking"
+DEFAULT, TINY = "the default model", "a tiny one"
+OVERRIDES = "tml-renderers; python_version < '3'\n"
+"""The cookbook's package of other models' renderers, which needs another index."""
+
+
+@pytest.fixture(scope="module", params=[DEFAULT, TINY])
+def model(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    overrides = tmp_path / "overrides.txt"
+    overrides.write_text(OVERRIDES)
+    made = Reader(tmp_path, shared=False, variables={"HF_HUB_OFFLINE": "1", "UV_OVERRIDE": str(overrides)})
+    yield made
+    made.close()
+
+
+def changes(model: str, folder: Path) -> dict[str, str]:
+    if model == DEFAULT:
+        return {f"--model-path {MODEL} ": ""}
+    save_directory(build("qwen3_5"), {**CONFIGURATIONS["qwen3_5"]}, folder / "model")
+    return {f"--model-path {MODEL}": f"--model-path {folder / 'model'}"}
+
+
+def recipe(number: int) -> list[Block]:
+    """The commands of one."""
+    lines = (ROOT / PAGE).read_text().splitlines()
+    begins = [at for at, line in enumerate(lines, 1) if line.startswith("## ")]
+    return [block for block in blocks_of(PAGE) if begins[number - 1] < block.line < begins[number]]
+
+
+def rewards(file: Path, name: str = "reward_mean") -> list[float]:
+    lines: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def test_from_a_file_to_rewards_to_a_server(model: str, tmp_path: Path, reader: Reader, report: Report) -> None:
+    train, ask = recipe(1)
+    changed = changes(model, tmp_path)
+    reader.run(train, changed)
+    reader.run(ask, changed)
+    assert (tmp_path / "better-model" / "model.safetensors").is_file()
+    losses = rewards(tmp_path / "runs" / "taught" / "metrics.jsonl", "loss")
+    found = rewards(tmp_path / "runs" / "better" / "metrics.jsonl")
+    assert len(found) == 15
+    if model == DEFAULT:
+        report("recipe 1: loss of the last update on the file / of the first", losses[-1] / losses[0], limit=1.0)
+        report("recipe 1: reward of the first update", found[0])
+        report("recipe 1: reward of the last three of 15", fmean(found[-3:]), limit=0.7, at_least=True)
+        assert losses[-1] < losses[0]
+        assert fmean(found[-3:]) >= 0.7, found
+
+
+def test_an_environment_of_verifiers(model: str, tmp_path: Path, reader: Reader, report: Report) -> None:
+    uv = f"{shutil.which('uv')} run --quiet {' '.join(PYTHON)} --isolated --project {ROOT}"
+    reader.run(recipe(2)[0], changes(model, tmp_path) | {"uv run": uv})
+    found = rewards(tmp_path / "runs" / "verifiers" / "metrics.jsonl")
+    assert len(found) == 12
+    if model == DEFAULT:
+        gain = fmean(found[-2:]) - found[0]
+        report("recipe 2: reward of the first update", found[0])
+        report("recipe 2: gain of the last two of 12 updates", gain, limit=0.3, at_least=True)
+        assert gain >= 0.3, found
+
+
+def test_a_loop_of_the_cookbook(model: str, tmp_path: Path, reader: Reader) -> None:
+    """Sums are beyond the default model: that the loop learns is shown by `test_tinker_cookbook.py`."""
+    pytest.importorskip("tinker", reason="the extra tinker is missing")
+    path = ["--model-path", str(tmp_path / "model")] if model == TINY else []
+    changed = changes(model, tmp_path) | {
+        HUB_ID: "tokenizer",
+        RENDERER: "qwen3_instruct",
+        "max_steps=20": "max_steps=3",
+    }
+    save = (sys.executable, "-m", "mlx_parallm", "tokenizer", "save", "tokenizer", *path)
+    subprocess.run(save, cwd=tmp_path, check=True)
+    _, serve, loop = recipe(2)
+    reader.run(serve, changed)
+    reader.run(loop, changed)
+    assert len(rewards(tmp_path / "runs" / "math" / "metrics.jsonl", "env/all/reward/total")) == 3
+
+
+TEST = "def test_it():\n    assert open('date.txt').read() == '2026-11-29'\n"
+
+
+def test_an_agent_that_learns(tmp_path: Path, reader: Reader) -> None:
+    """With a tiny random model, whose tokens are bytes, so that it needs a longer context. No attempt is right, so that
+    nothing is learnt from them; what the default model learns is shown by `test_launch.py`."""
+    serve, attempts = recipe(3)
+    reader.run(serve, changes(TINY, tmp_path) | {"32768": "131072"})
+    project, claude = tmp_path / "project", Path(installed("claude_code", "claude")).parent
+    project.mkdir()
+    (project / "test_date.py").write_text(TEST)
+    git = "git -c user.name=a -c user.email=a@b.c"
+    subprocess.run(["bash", "-c", f"git init -q && git add . && {git} commit -qm begun"], cwd=project, check=True)
+    with asking_no_other_host() as proxied:
+        variables = {**proxied, "HOME": str(tmp_path), "PATH": f"{claude}{os.pathsep}$PAGES_BIN{os.pathsep}$PATH"}
+        here = " ".join(f"{name}={value}" for name, value in variables.items())
+        launch = "launch claude-code"
+        reader.run(attempts, {"for ": f"cd project; export {here}\nfor ", launch: f"{launch} --url {reader.url}"})
+    group = httpx.get(f"{reader.url}/v1/training/trajectories/fix-the-date").json()
+    assert [(member["reward"], len(member["turns"]) >= 1) for member in group["members"]] == [(0.0, True)] * 4
