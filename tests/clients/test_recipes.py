@@ -1,5 +1,5 @@
-"""docs/recipes.md: each command as it stands there, with the default model and with a tiny random one of the family that
-the page names. Only the model changes, and where its tokenizer is from."""
+"""docs/recipes.md: each command as it stands there, with the default model and with a tiny random one of the family
+that the page names. Only the model changes, and where its tokenizer is from."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.timeout(3600)
 PAGE = "docs/recipes.md"
 MODEL, HUB_ID, RENDERER = "mlx-community/Qwen3.5-4B-MLX-4bit", "Qwen/Qwen3.5-4B", "qwen3_5_disable_thinking"
 DEFAULT, TINY = "the default model", "a tiny one"
+LONG = 131_072
+"""Tokens of the tiny model's context, whose tokens are bytes."""
 OVERRIDES = "tml-renderers; python_version < '3'\n"
 """The cookbook's package of other models' renderers, which needs another index."""
 
@@ -49,7 +51,8 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
 def changes(model: str, folder: Path) -> dict[str, str]:
     if model == DEFAULT:
         return {f"--model-path {MODEL} ": ""}
-    save_directory(build("qwen3_5"), {**CONFIGURATIONS["qwen3_5"]}, folder / "model")
+    config = CONFIGURATIONS["qwen3_5"] | {"max_position_embeddings": LONG}
+    save_directory(build("qwen3_5"), config, folder / "model")
     return {f"--model-path {MODEL}": f"--model-path {folder / 'model'}"}
 
 
@@ -118,7 +121,7 @@ def test_an_agent_that_learns(tmp_path: Path, reader: Reader) -> None:
     """With a tiny random model, whose tokens are bytes, so that it needs a longer context. No attempt is right, so that
     nothing is learnt from them; what the default model learns is shown by `test_launch.py`."""
     serve, attempts = recipe(3)
-    reader.run(serve, changes(TINY, tmp_path) | {"32768": "131072"})
+    reader.run(serve, changes(TINY, tmp_path) | {"32768": str(LONG)})
     project, claude = tmp_path / "project", Path(installed("claude_code", "claude")).parent
     project.mkdir()
     (project / "test_date.py").write_text(TEST)
