@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.cli.client import SERVER, Client
-from mlx_parallm.cli.export import FORMATS, MODEL, export
-from mlx_parallm.cli.flags import flags_of_keys, settings
+from mlx_parallm.cli.export import FORMATS, export
+from mlx_parallm.cli.flags import MODEL, flags_of_keys, settings
 from mlx_parallm.cli.parser import argument, group, subcommands, takes
 from mlx_parallm.cli.show import JSON, table
 from mlx_parallm.config import KEYS, Mode, Setting, human_bytes, resolve

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlx_parallm.cli.flags import MODEL
 from mlx_parallm.cli.parser import argument, takes
 from mlx_parallm.errors import ConfigError, StorageError
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.formats import FormatName
 
-MODEL = argument("--model-path", metavar="DIR_OR_HUB_ID", help="The base model. Default: the bundled one.")
 FORMATS: Mapping[str, FormatName] = {"peft": "peft", "mlx": "mlx-lm"}
 """The formats that are read too, as commands call them."""
 _NEXT = {

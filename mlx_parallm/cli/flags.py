@@ -4,6 +4,7 @@ declared with the field in the configuration (`config.types.Flag`). The descript
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections.abc import Iterable, Sequence
 from copy import copy
@@ -22,6 +23,14 @@ _WORDS = {"null": "not set", "[]": "none", "true": "on", "false": "off"}
 """Values of YAML in words, for the help."""
 _BASE, _OTHER_BASES = "model.base_model_path", "model.other_base_models"
 _RESUME, _FOLDER = "checkpointing.resume", "checkpointing.checkpoint_dir"
+_MODEL_VARIABLE = KEYS[_BASE].env_name
+MODEL = argument(
+    "--model-path",
+    metavar="DIR_OR_HUB_ID",
+    default=os.environ.get(_MODEL_VARIABLE) or None,
+    help=f"The base model. Default: what {_MODEL_VARIABLE} says, else the bundled one.",
+)
+"""The base model of a command that reads no other setting."""
 _SOURCES = group(
     "settings",
     argument("--config", type=Path, metavar="FILE", help="A yaml file such as server_config.yaml."),

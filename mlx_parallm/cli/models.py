@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mlx_parallm.cli.flags import MODEL
 from mlx_parallm.cli.parser import argument, subcommands, takes
 from mlx_parallm.cli.show import JSON, show, table
 from mlx_parallm.config import human_bytes
@@ -97,7 +98,7 @@ def _verdict(verdict: ModelVerdict) -> str:
 
 @takes(
     argument("output", type=Path, metavar="DIR", help="The folder to write. It must not exist."),
-    argument("--model-path", metavar="DIR_OR_HUB_ID", help="The model. Default: the bundled one."),
+    MODEL,
     _TRUST,
 )
 def _save_tokenizer(args: Namespace) -> int:

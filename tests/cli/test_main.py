@@ -154,7 +154,7 @@ def another_value(key):
         return str(7 if default is None else default + 1)
     if float in kinds:
         return str(0.9 * default if default else 0.5)
-    return "text"
+    return '{"a": 1}' if key.flag.metavar == "JSON" else "text"
 
 
 SERVE_FLAGS = serve_parser().filled()

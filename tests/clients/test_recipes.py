@@ -1,5 +1,5 @@
-"""docs/recipes.md: each command as it stands there, with the default model and with a tiny random one of the family
-that the page names. Only the model changes, and where its tokenizer is from."""
+"""README's recipes: each command as it stands there, with the default model and with a tiny random one of the family
+that the page names. What changes is where the tokenizer of the cookbook's model is from."""
 
 from __future__ import annotations
 
@@ -24,104 +24,102 @@ from tiny import save_directory
 
 pytestmark = pytest.mark.timeout(3600)
 
-PAGE = "docs/recipes.md"
-MODEL, HUB_ID, RENDERER = "mlx-community/Qwen3.5-4B-MLX-4bit", "Qwen/Qwen3.5-4B", "qwen3_5_disable_thinking"
+PAGE = "README.md"
+HUB_ID, RENDERER = "Qwen/Qwen3.5-4B", "qwen3_5_disable_thinking"
 DEFAULT, TINY = "the default model", "a tiny one"
+TASK = [{"role": "user", "content": "The cake was awful. Positive or negative?"}]
+TEST = "def test_it():\n    assert open('date.txt').read() == '2026-11-29'\n"
 LONG = 131_072
 """Tokens of the tiny model's context, whose tokens are bytes."""
 OVERRIDES = "tml-renderers; python_version < '3'\n"
 """The cookbook's package of other models' renderers, which needs another index."""
 
 
-@pytest.fixture(scope="module", params=[DEFAULT, TINY])
-def model(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
 @pytest.fixture
-def reader(tmp_path: Path) -> Iterator[Reader]:
+def reader(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Reader]:
+    """With the model that the test's parameter names."""
     overrides = tmp_path / "overrides.txt"
     overrides.write_text(OVERRIDES)
-    made = Reader(tmp_path, shared=False, variables={"HF_HUB_OFFLINE": "1", "UV_OVERRIDE": str(overrides)})
+    variables = {"HF_HUB_OFFLINE": "1", "UV_OVERRIDE": str(overrides)}
+    if request.param == TINY:
+        config = CONFIGURATIONS["qwen3_5"] | {"max_position_embeddings": LONG}
+        save_directory(build("qwen3_5"), config, tmp_path / "model")
+        variables |= {
+            "MLX_PARALLM_MODEL__BASE_MODEL_PATH": str(tmp_path / "model"),
+            "MLX_PARALLM_MODEL__CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}',
+        }
+    made = Reader(tmp_path, shared=False, variables=variables)
     yield made
     made.close()
 
 
-def changes(model: str, folder: Path) -> dict[str, str]:
-    if model == DEFAULT:
-        return {f"--model-path {MODEL} ": ""}
-    config = CONFIGURATIONS["qwen3_5"] | {"max_position_embeddings": LONG}
-    save_directory(build("qwen3_5"), config, folder / "model")
-    return {f"--model-path {MODEL}": f"--model-path {folder / 'model'}"}
+with_both = pytest.mark.parametrize(("reader", "model"), [(DEFAULT, DEFAULT), (TINY, TINY)], indirect=["reader"])
 
 
 def recipe(number: int) -> list[Block]:
     """The commands of one."""
     lines = (ROOT / PAGE).read_text().splitlines()
-    begins = [at for at, line in enumerate(lines, 1) if line.startswith("## ")]
-    return [block for block in blocks_of(PAGE) if begins[number - 1] < block.line < begins[number]]
+    begins = [at for at, line in enumerate(lines, 1) if line.startswith((f"**{number}. ", f"**{number + 1}. ", "## "))]
+    first = next(at for at in begins if lines[at - 1].startswith(f"**{number}. "))
+    after = next(at for at in begins if at > first)
+    return [block for block in blocks_of(PAGE) if first < block.line < after]
 
 
-def rewards(file: Path, name: str = "reward_mean") -> list[float]:
+def column(file: Path, name: str) -> list[float]:
     lines: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
     return [line[name] for line in lines if name in line]
 
 
+@with_both
 def test_from_a_file_to_rewards_to_a_server(model: str, tmp_path: Path, reader: Reader, report: Report) -> None:
-    train, ask = recipe(1)
-    changed = changes(model, tmp_path)
-    reader.run(train, changed)
-    reader.run(ask, changed)
-    assert (tmp_path / "better-model" / "model.safetensors").is_file()
-    losses = rewards(tmp_path / "runs" / "taught" / "metrics.jsonl", "loss")
-    found = rewards(tmp_path / "runs" / "better" / "metrics.jsonl")
-    assert len(found) == 15
+    (commands,) = recipe(1)
+    reader.run(commands, {})
+    said = httpx.post(f"{reader.url}/v1/chat/completions", json={"messages": TASK, "max_tokens": 12}, timeout=60).json()
+    losses = column(tmp_path / "runs" / "taught" / "metrics.jsonl", "loss")
+    rewards = column(tmp_path / "runs" / "better" / "metrics.jsonl", "reward_mean")
+    assert len(rewards) == 15
     if model == DEFAULT:
         report("recipe 1: loss of the last update on the file / of the first", losses[-1] / losses[0], limit=1.0)
-        report("recipe 1: reward of the first update", found[0])
-        report("recipe 1: reward of the last three of 15", fmean(found[-3:]), limit=0.7, at_least=True)
+        report("recipe 1: reward of the first update", rewards[0])
+        report("recipe 1: reward of the last three of 15", fmean(rewards[-3:]), limit=0.7, at_least=True)
         assert losses[-1] < losses[0]
-        assert fmean(found[-3:]) >= 0.7, found
+        assert fmean(rewards[-3:]) >= 0.7, rewards
+        assert said["choices"][0]["message"]["content"].strip().lower() == "negative"
 
 
+@with_both
 def test_an_environment_of_verifiers(model: str, tmp_path: Path, reader: Reader, report: Report) -> None:
     uv = f"{shutil.which('uv')} run --quiet {' '.join(PYTHON)} --isolated --project {ROOT}"
-    reader.run(recipe(2)[0], changes(model, tmp_path) | {"uv run": uv})
-    found = rewards(tmp_path / "runs" / "verifiers" / "metrics.jsonl")
-    assert len(found) == 12
+    reader.run(recipe(2)[0], {"uv run": uv})
+    rewards = column(tmp_path / "runs" / "verifiers" / "metrics.jsonl", "reward_mean")
+    assert len(rewards) == 12
     if model == DEFAULT:
-        gain = fmean(found[-2:]) - found[0]
-        report("recipe 2: reward of the first update", found[0])
+        gain = fmean(rewards[-2:]) - rewards[0]
+        report("recipe 2: reward of the first update", rewards[0])
         report("recipe 2: gain of the last two of 12 updates", gain, limit=0.3, at_least=True)
-        assert gain >= 0.3, found
+        assert gain >= 0.3, rewards
 
 
+@with_both
 def test_a_loop_of_the_cookbook(model: str, tmp_path: Path, reader: Reader) -> None:
     """Sums are beyond the default model: that the loop learns is shown by `test_tinker_cookbook.py`."""
     pytest.importorskip("tinker", reason="the extra tinker is missing")
+    changes = {HUB_ID: "tokenizer", RENDERER: "qwen3_instruct", "max_steps=20": "max_steps=3"}
     path = ["--model-path", str(tmp_path / "model")] if model == TINY else []
-    changed = changes(model, tmp_path) | {
-        HUB_ID: "tokenizer",
-        RENDERER: "qwen3_instruct",
-        "max_steps=20": "max_steps=3",
-    }
     save = (sys.executable, "-m", "mlx_parallm", "tokenizer", "save", "tokenizer", *path)
     subprocess.run(save, cwd=tmp_path, check=True)
     _, serve, loop = recipe(2)
-    reader.run(serve, changed)
-    reader.run(loop, changed)
-    assert len(rewards(tmp_path / "runs" / "math" / "metrics.jsonl", "env/all/reward/total")) == 3
+    reader.run(serve, changes)
+    reader.run(loop, changes)
+    assert len(column(tmp_path / "runs" / "math" / "metrics.jsonl", "env/all/reward/total")) == 3
 
 
-TEST = "def test_it():\n    assert open('date.txt').read() == '2026-11-29'\n"
-
-
+@pytest.mark.parametrize("reader", [TINY], indirect=True)
 def test_an_agent_that_learns(tmp_path: Path, reader: Reader) -> None:
-    """With a tiny random model, whose tokens are bytes, so that it needs a longer context. No attempt is right, so that
-    nothing is learnt from them; what the default model learns is shown by `test_launch.py`."""
+    """The tiny model's tokens are bytes, so it needs a longer context. No attempt is right, so nothing is learnt from
+    them; what the default model learns, with a prompt that it has room for, is shown by `test_launch.py`."""
     serve, attempts = recipe(3)
-    reader.run(serve, changes(TINY, tmp_path) | {"32768": str(LONG)})
+    reader.run(serve, {"32768": str(LONG)})
     project, claude = tmp_path / "project", Path(installed("claude_code", "claude")).parent
     project.mkdir()
     (project / "test_date.py").write_text(TEST)

@@ -40,7 +40,9 @@ EVERYTHING = (
 """A server that answers the commands of every page. It learns so little that what one page teaches changes no answer of
 another, in whatever order they run."""
 
-_SERVES = re.compile(r"(?:pip install uv && )?((?:\w+=\S+ )*uv run (?:--extra \w+ )*mlx_parallm_serve(?!.* --(?:print-config|help)).*)")
+_SERVES = re.compile(
+    r"(?:pip install uv && )?((?:\w+=\S+ )*uv run (?:--extra \w+ )*mlx_parallm_serve(?!.* --(?:print-config|help)).*)"
+)
 _ASKS_SERVER = re.compile(
     r"uv run mlx_parallm (?:ps|usage|chat|bench|training \w+"
     r"|adapters (?:list|load|unload|rollback|route|save|delete))\b"
