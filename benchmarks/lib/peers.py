@@ -67,13 +67,13 @@ async def our_server(model: Path | None, logs: Path, flags: Sequence[str] = ()) 
 
 
 @asynccontextmanager
-async def server_of(checkout: Path, model: Path, logs: Path) -> AsyncIterator[Peer]:
+async def server_of(checkout: Path, model: Path, logs: Path, flags: Sequence[str] = ()) -> AsyncIterator[Peer]:
     """Runs the server of another checkout, from its `.venv`. The peer has the name of its commit."""
     commit = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
     name = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
     program = checkout / ".venv" / "bin" / OUR_SERVER.name
     own_blas = ["env", "-u", "OPENBLAS_THREAD_TIMEOUT"]  # this checkout has set it for the benchmark
-    async with _serving(name, [*own_blas, str(program)], model, logs) as peer:
+    async with _serving(name, [*own_blas, str(program), *flags], model, logs) as peer:
         yield peer
 
 

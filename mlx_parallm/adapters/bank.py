@@ -2,12 +2,12 @@
 
 Each `LinearGroup` has the arrays of linears with the same input, such as q_proj, k_proj and v_proj; the head, whose out
 is the vocabulary, is a group of its own. Slot 0 is all zeros and stands for the base model. Smaller ranks are padded
-with zeros to max_rank, and an adapter's scale is multiplied into its b. Arrays are made when the first adapter needs
-them and grow by doubling, so a server without adapters allocates none, and one whose adapters do not change the head,
-or experts, allocates none for these.
+with zeros, and an adapter's scale is multiplied into its b. Arrays are made when the first adapter needs them. Their
+slots grow by doubling, and their rank grows to that of the largest adapter that has been written. So a server without
+adapters allocates none, and one whose adapters do not change the head, or experts, allocates none for these.
 
-    a  [slots, in, columns]             max_rank columns for each linear that adapters change, in order of first use
-    b  [slots, tiles, max_rank, width]  one or more tiles for each of these linears, each for `width` of its outputs
+    a  [slots, in, columns]         `rank` columns for each linear that adapters change, in order of first use
+    b  [slots, tiles, rank, width]  one or more tiles for each of these linears, each for `width` of its outputs
 
 All linears of a group have tiles of the same width, so that one `gather_mm` makes the products of all of them, whatever
 the numbers of their outputs. Experts have one linear each, so their arrays have an axis more: a is [experts, slots, in,
@@ -33,6 +33,7 @@ from enum import StrEnum
 from weakref import ReferenceType, ref
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_parallm.adapters.forward_context import AdapterContext, BaseProduct, ForwardContext
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LinearSpec, LoRAPair
@@ -46,19 +47,19 @@ class LinearGroup:
     In slot s, the linear at place p has the factors a[..., s, :, p·rank : (p+1)·rank] and b[..., s, tiles[p], :, :].
 
     Attributes:
+        rank: the rank that the arrays have room for.
         width: outputs of a tile of `b`. It divides the outputs of every linear.
         places: the place of each linear that has factors, by path.
         tiles: of the linear at each place, its part of the second axis of `b`.
         places_of_tiles: the place of the linear that each tile belongs to.
         starts: where the outputs of each linear but the first begin among those of all tiles.
         is_whole: whether `b` has the outputs of all linears, in the order of `specs`.
-        written: slots that may hold values other than zero.
+        written: the rank of what each slot holds; slots that are all zeros are left out.
         kept: what `factors` has returned since the arrays were changed last.
     """
 
-    def __init__(self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype) -> None:
+    def __init__(self, specs: Sequence[LinearSpec], dtype: mx.Dtype) -> None:
         self.specs = {spec.path: spec for spec in specs}
-        self.rank = rank
         self.width = math.gcd(*(spec.out_features for spec in specs))
         self._joined: ReferenceType[BaseProduct] | None = None
         self._experts = specs[0].expert_axis
@@ -73,15 +74,16 @@ class LinearGroup:
 
     def _make_empty(self) -> None:
         """What `clear` does here; several ranks make a group each for itself, and clear it together."""
+        self.rank = 0
         self.places: dict[str, int] = {}
         self.tiles: list[slice] = []
         self.places_of_tiles: tuple[int, ...] = ()
         self.starts: list[int] = []
         self.is_whole = False
-        self.written: set[int] = set()
+        self.written: dict[int, int] = {}
         self.kept: dict[int, tuple[mx.array, list[mx.array]]] = {}
         self.a = mx.zeros((*self._experts, 0, self._in_features, 0), self._dtype)
-        self.b = mx.zeros((*self._experts, 0, 0, self.rank, self.width), self._dtype)
+        self.b = mx.zeros((*self._experts, 0, 0, 0, self.width), self._dtype)
 
     @property
     def slots(self) -> int:
@@ -103,33 +105,38 @@ class LinearGroup:
         self._joined = ref(product)
 
     def factors(self, slot: int) -> tuple[mx.array, list[mx.array]]:
-        """The factors of one slot: a [in, columns], and b [max_rank, out] of each place. Not of experts. All are views,
+        """The factors of one slot: a [in, columns], and b [rank, out] of each place. Not of experts. All are views,
         except for the b of a linear of several tiles."""
         if slot not in self.kept:
             tiles = self.b[slot : slot + 1].squeeze(0)
             self.kept[slot] = self.a[slot : slot + 1].squeeze(0), [_joined(tiles[each]) for each in self.tiles]
         return self.kept[slot]
 
-    def nbytes_with(self, slots: int, paths: Iterable[str]) -> int:
+    def nbytes_with(self, slots: int, paths: Iterable[str], rank: int) -> int:
         """The size in bytes after `fit` with the same arguments."""
         widths = [self.specs[path].out_features for path in {*self.places, *paths}]
         numbers = len(widths) * self._in_features + sum(widths)
-        return math.prod(self._experts) * max(slots, self.slots) * self.rank * numbers * self._dtype.size
+        columns = max(rank, self.rank) * numbers
+        return math.prod(self._experts) * max(slots, self.slots) * columns * self._dtype.size
 
-    def fit(self, slots: int, paths: Sequence[str]) -> bool:
-        """Makes room for at least `slots` slots and for the linears at `paths`. Values stay as they are.
+    def fit(self, slots: int, paths: Sequence[str], rank: int = 0) -> bool:
+        """Makes room for at least `slots` slots, for the linears at `paths`, and for this rank. Values stay as they
+        are.
 
         Returns False if there was room already.
         """
         new = [path for path in paths if path not in self.places]
-        more, before = max(slots - self.slots, 0), int(self.b.shape[-3])
-        if not more and not new:
+        more, wider, before = max(slots - self.slots, 0), max(rank - self.rank, 0), int(self.b.shape[-3])
+        if not more and not wider and not new:
             return False
+        a = self.a.reshape(*self.a.shape[:-1], len(self.places), self.rank)
         self.add_places(new)
         self.kept.clear()
-        self.a = mx.pad(self.a, [*self._experts_stay, (0, more), (0, 0), (0, len(new) * self.rank)])
+        self.rank += wider
+        a = mx.pad(a, [*self._experts_stay, (0, more), (0, 0), (0, len(new)), (0, wider)])
+        self.a = a.flatten(-2)
         added = (0, len(self.places_of_tiles) - before)
-        self.b = mx.pad(self.b, [*self._experts_stay, (0, more), added, (0, 0), (0, 0)])
+        self.b = mx.pad(self.b, [*self._experts_stay, (0, more), added, (0, wider), (0, 0)])
         mx.eval(self.a, self.b)
         return True
 
@@ -150,22 +157,21 @@ class LinearGroup:
         be in flight.
         """
         self.kept.clear()  # views are references
+        left = self.written.pop(slot, 0)  # the rank of what is in the slot
         for path, place in self.places.items():
-            columns, tiles = slice(place * self.rank, (place + 1) * self.rank), self.tiles[place]
-            pair = pairs.get(path)
-            if pair is None:
-                self.a[..., slot, :, columns], self.b[..., slot, tiles, :, :] = 0, 0
-            else:
-                missing, whole = (0, self.rank - pair.rank), self._experts_stay
-                b = (mx.array(pair.b).astype(mx.float32) * pair.scale).astype(self._dtype)
-                a = mx.array(pair.a).astype(self._dtype)
-                self.a[..., slot, :, columns] = mx.pad(a, [*whole, (0, 0), missing])
-                b = mx.pad(b, [*whole, missing, (0, 0)]).reshape(*self._experts, self.rank, -1, self.width)
-                self.b[..., slot, tiles, :, :] = b.swapaxes(-3, -2)
+            pair, start, tiles = pairs.get(path), place * self.rank, self.tiles[place]
+            rank = 0 if pair is None else pair.rank
+            if pair is not None:
+                self.a[..., slot, :, start : start + rank] = mx.array(pair.a).astype(self._dtype)
+                b = mx.array(pair.b) if pair.scale == 1 else mx.array(pair.b).astype(mx.float32) * pair.scale
+                b = b.astype(self._dtype).reshape(*self._experts, rank, -1, self.width)
+                self.b[..., slot, tiles, :rank, :] = b.swapaxes(-3, -2)
+            if left > rank:
+                self.a[..., slot, :, start + rank : start + left] = 0
+                self.b[..., slot, tiles, rank:left, :] = 0
         mx.eval(self.a, self.b)
-        self.written.add(slot)
-        if not pairs:
-            self.written.discard(slot)
+        if pairs:
+            self.written[slot] = max(pair.rank for pair in pairs.values())
 
     def read(self, slot: int, ranks: dict[str, int]) -> dict[str, LoRAPair]:
         """Copies of one slot's factors, without padding. Their scale is 1, because b includes it already.
@@ -192,11 +198,22 @@ def _joined(tiles: mx.array) -> mx.array:
     return tiles.squeeze(-3) if tiles.shape[-3] == 1 else tiles.swapaxes(-3, -2).flatten(-2, -1)
 
 
-GroupMaker = Callable[[Sequence[LinearSpec], int, mx.Dtype], LinearGroup]
-"""Makes an empty group of linears: (specs, max_rank, dtype) → the group."""
+def exported(pair: LoRAPair, scale: float) -> LoRAPair:
+    """A pair of MLX or NumPy arrays as float32 NumPy, rescaled to `scale`. With a scale of 0, whose b in a slot is all
+    zeros, it keeps the scale that it has."""
+    a, b = (np.array(mx.array(factor).astype(mx.float32)) for factor in (pair.a, pair.b))
+    if scale in (pair.scale, 0):
+        return LoRAPair(a, b, pair.scale)
+    return LoRAPair(a, b * np.float32(pair.scale / scale), scale)
+
+
+GroupMaker = Callable[[Sequence[LinearSpec], mx.Dtype], LinearGroup]
+"""Makes an empty group of linears: (specs, dtype) → the group."""
 
 _FIRST_SLOTS = 4
 """Slots of a new array, slot 0 included."""
+_RANK_STEP = 8
+"""Arrays have room for a multiple of this rank, or for the largest rank allowed."""
 
 
 class AdapterBank:
@@ -205,7 +222,7 @@ class AdapterBank:
     Args:
         layout: the linears that adapters may change.
         slots: number of adapter versions that it can hold, not counting slot 0.
-        max_rank: the rank to which every slot is padded.
+        max_rank: the largest rank of an adapter.
         dtype: dtype of the model's activations.
         limit: most bytes that it may take.
         make_group: makes its groups; see `split` for a model over several machines.
@@ -230,7 +247,7 @@ class AdapterBank:
         by_group: dict[str, list[LinearSpec]] = {}
         for spec in layout:
             by_group.setdefault(spec.group, []).append(spec)
-        self.groups = {name: make_group(specs, max_rank, dtype) for name, specs in by_group.items()}
+        self.groups = {name: make_group(specs, dtype) for name, specs in by_group.items()}
 
     @property
     def nbytes(self) -> int:
@@ -273,15 +290,15 @@ class AdapterBank:
 
     def check_room(self, slot: int, weights: AdapterWeights) -> None:
         """Raises AdapterTooLargeError: with these weights in the slot, the bank would take more than its limit."""
-        slots = self._capacity(slot)
-        needed = sum(
-            group.nbytes_with(slots, [path for path in group.specs if path in weights.pairs])
-            for group in self.groups.values()
-        )
+        slots, rank = self._capacity(slot), self._room_for(weights)
+        needed = 0
+        for group in self.groups.values():
+            paths = [path for path in group.specs if path in weights.pairs]
+            needed += group.nbytes_with(slots, paths, rank if paths else 0)
         if needed > self.limit:
             raise AdapterTooLargeError(
                 f"with this adapter, the adapter bank needs {human_bytes(needed)} for {slots - 1} slots of rank "
-                f"{self.max_rank}, and may take {human_bytes(self.limit)} of the memory that requests share: lower "
+                f"{rank}, and may take {human_bytes(self.limit)} of the memory that requests share: lower "
                 "--max-lora-rank or --max-loras, raise --kv-cache-memory, or train an adapter of fewer linears, such "
                 "as one without experts"
             )
@@ -289,10 +306,10 @@ class AdapterBank:
     def write(self, slot: int, weights: AdapterWeights) -> Iterator[None]:
         """Writes one slot. Each `next` grows or writes one group of linears, a short unit of device work."""
         assert 1 <= slot <= self.slots
-        slots = self._capacity(slot)
+        slots, rank = self._capacity(slot), self._room_for(weights)
         for group in self.groups.values():
             pairs = {path: weights.pairs[path] for path in group.specs if path in weights.pairs}
-            if (pairs or group.places) and group.fit(slots, tuple(pairs)):
+            if (pairs or group.places) and group.fit(slots, tuple(pairs), rank if pairs else 0):
                 yield
             if pairs or slot in group.written:
                 group.write(slot, pairs)
@@ -326,6 +343,10 @@ class AdapterBank:
         """
         held = max((group.slots for group in self.groups.values()), default=0)
         return min(max(_FIRST_SLOTS, held, 1 << slot.bit_length()), self.slots + 1)
+
+    def _room_for(self, weights: AdapterWeights) -> int:
+        """The rank that arrays need for an adapter."""
+        return min(math.ceil(weights.rank / _RANK_STEP) * _RANK_STEP, self.max_rank)
 
 
 class SplitBy(StrEnum):
@@ -388,8 +409,8 @@ class ModelSplit:
 class SplitGroup(LinearGroup):
     """The factors of one rank. It takes and returns whole pairs."""
 
-    def __init__(self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype, split: ModelSplit) -> None:
-        super().__init__([split.spec(spec) for spec in specs], rank, dtype)
+    def __init__(self, specs: Sequence[LinearSpec], dtype: mx.Dtype, split: ModelSplit) -> None:
+        super().__init__([split.spec(spec) for spec in specs], dtype)
         self._whole_specs = {spec.path: spec for spec in specs}
         self._split = split
 

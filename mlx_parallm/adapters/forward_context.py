@@ -226,7 +226,7 @@ class ForwardContext:
 
     def adapt(self, group: LinearGroup, path: str, x: mx.array, base: BaseProduct) -> mx.array:
         """base(x) + (x A[slot]) B[slot] for the linear at `path`, with x [B, T, in]. B includes the scale."""
-        if group.written.isdisjoint(self._used):
+        if group.written.keys().isdisjoint(self._used):
             return base(x)
         place, last = group.places.get(path), self._last
         if last is None or last.x is not x or last.group is not group:
@@ -247,7 +247,7 @@ class ForwardContext:
 
     def changes(self, groups: Iterable[LinearGroup]) -> bool:
         """See `AdapterContext.changes`."""
-        return not all(group.written.isdisjoint(self._used) for group in groups)
+        return not all(group.written.keys().isdisjoint(self._used) for group in groups)
 
     def token_adapters(self) -> TokenAdapters:
         """See `AdapterContext.token_adapters`. The numbers are slots."""
@@ -256,7 +256,7 @@ class ForwardContext:
     def adapt_experts(self, group: LinearGroup, path: str, call: ExpertCall, y: mx.array) -> mx.array:
         """See `AdapterContext.adapt_experts`. Each linear of a group of experts has one tile."""
         place, last = group.places.get(path), self._last
-        if place is None or group.written.isdisjoint(self._used):
+        if place is None or group.written.keys().isdisjoint(self._used):
             return y
         pairs = call.experts * group.slots + call.adapters
         if last is None or last.x is not call.x or last.group is not group:
@@ -267,7 +267,7 @@ class ForwardContext:
 
     def adapt_heads(self, group: LinearGroup, path: str, call: HeadsCall, y: mx.array) -> mx.array:
         """See `AdapterContext.adapt_heads`. The linear is the only one of its group."""
-        if path not in group.places or group.written.isdisjoint(self._used):
+        if path not in group.places or group.written.keys().isdisjoint(self._used):
             return y
         starts = [run.start for run in self._runs[1:]]
         runs = zip(self._runs, mx.split(call.x, starts), mx.split(y, starts), strict=True)

@@ -3,8 +3,9 @@
     FILE ──read (worker thread)──▶ COPY ──stage (units of device work)──▶ SLOT ──evict──▶ COPY ──drop──▶ FILE
 
 While a sequence runs, it pins the slot of its version. A version that requests wait for gets a free slot, or that of
-the least recently used version without pins. If all slots stay pinned for `_PATIENCE_S`, one version admits no new
-sequences until its slot is free.
+the least recently used version without pins. If it has waited for `_PATIENCE_S` and new sequences keep the slots
+pinned, one version in a slot admits no more of them until its slot is free. So each version gets a slot after that time
+and about the time of two answers, whatever other versions are asked for.
 
 A job moves weights. It is a generator, and each `next` runs one unit of device work, short enough to run between two
 decode steps.
@@ -19,10 +20,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import mlx.core as mx
-import numpy as np
-
-from mlx_parallm.adapters.bank import AdapterBank
+from mlx_parallm.adapters.bank import AdapterBank, exported
 from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.registry import AdapterRegistry
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair, Version
@@ -50,9 +48,11 @@ class Resident:
         weights: in memory and unpadded, while it is in no slot: those that it was published with, that were read from
             its files, or that it had in its slot.
         ranks, scales, rslora: of its pairs, by path, when it was published. In a slot, each scale is 1.
+        joined: when a sequence began to use its slot last.
         used: when a sequence used its slot last, or when it left the slot.
         pins: number of running sequences that use its slot.
         draining: it admits no new sequences, so that another version can have the slot.
+        refused: since when a sequence waits because it is draining; 0 if none does.
         urgent: it is staged before others that wait.
         goes_live: it becomes the live version of its name as soon as it is staged.
         reading: the read of its files that is under way.
@@ -67,9 +67,11 @@ class Resident:
     ranks: dict[str, int] = field(default_factory=dict)
     scales: dict[str, float] = field(default_factory=dict)
     rslora: bool = False
+    joined: float = 0.0
     used: float = 0.0
     pins: int = 0
     draining: bool = False
+    refused: float = 0.0
     urgent: bool = False
     goes_live: bool = False
     reading: Future[AdapterWeights] | None = None
@@ -149,7 +151,9 @@ class AdapterStore:
         if ref == BASE_ADAPTER:
             return True
         if (resident := self._in_slot(ref)) is not None:
-            return not (resident.draining and self._waiting)
+            admits = not (resident.draining and self._waiting)
+            resident.refused = 0.0 if admits else resident.refused or time.monotonic()
+            return admits
         if ref not in self.failures:
             if (version := self.registry.version(ref)) is not None:
                 self._wait(version)
@@ -165,7 +169,7 @@ class AdapterStore:
             return 0
         resident.pins += 1
         resident.draining = False
-        resident.used = time.monotonic()
+        resident.joined = resident.used = time.monotonic()
         return resident.slot
 
     def unpin(self, ref: AdapterRef) -> None:
@@ -291,7 +295,7 @@ class AdapterStore:
         for resident in loaded:
             self._finish(resident)
             if time.monotonic() - resident.since > _PATIENCE_S:
-                self._drain_one(most=sum(other.since <= resident.since for other in waiting))
+                self._drain_one(resident.since, sum(other.since <= resident.since for other in waiting))
         make_room, self._make_room = self._make_room, False
         return self._grow() if make_room else None
 
@@ -312,10 +316,11 @@ class AdapterStore:
         least = min(idle, key=lambda resident: (not resident.version.forgotten, resident.used), default=None)
         return None if least is None else least.slot
 
-    def _drain_one(self, most: int) -> None:
-        """Makes the version that has been in its slot longest admit no new sequences, if fewer than `most` drain."""
-        staying = [resident for resident in self._slots.values() if not resident.draining]
-        if staying and len(self._slots) - len(staying) < most:
+    def _drain_one(self, since: float, wanted: int) -> None:
+        """Makes a version that sequences have joined since then admit no more, if fewer than `wanted` of the others
+        will leave their slots when their sequences end. It is the one that has been in its slot longest."""
+        staying = [each for each in self._slots.values() if not each.draining and each.joined > since]
+        if staying and len(self._slots) - len(staying) < wanted:
             min(staying, key=lambda resident: resident.since).draining = True
 
     def _stage(self, resident: Resident) -> Iterator[None]:
@@ -362,6 +367,8 @@ class AdapterStore:
         """The slot is for another version, or empty."""
         resident = self._slots.pop(slot)
         resident.slot, resident.pins, resident.draining = None, 0, False
+        if not self._requests[resident.version.ref]:
+            resident.refused = 0.0
         resident.used = time.monotonic()
         return resident
 
@@ -406,7 +413,7 @@ class AdapterStore:
             yield from self.bank.read(resident.slot, resident.ranks, pairs)
         elif resident.weights is not None:
             pairs, rslora = dict(resident.weights.pairs), rslora or resident.weights.rslora
-        exported = {path: _exported(pair, resident.scales.get(path, pair.scale)) for path, pair in pairs.items()}
+        exported = {path: exported(pair, resident.scales.get(path, pair.scale)) for path, pair in pairs.items()}
         return AdapterWeights(exported, rslora) if pairs else None
 
     # -- waiting, and copies ---------------------------------------------------------------------
@@ -418,7 +425,7 @@ class AdapterStore:
             if resident is None or resident.version is not version:
                 resident = self._residents[version.ref] = Resident(version)
             self._waiting[version.ref] = resident
-            resident.since = time.monotonic()
+            resident.since, resident.refused = resident.refused or time.monotonic(), 0.0
         return self._waiting[version.ref]
 
     def _start_read(self, resident: Resident) -> None:
@@ -545,12 +552,3 @@ class AdapterStore:
             assert resident.pins == 0 or (resident.slot is not None and resident.pins > 0 and self._requests[ref] > 0)
         assert all(self._residents[ref] is resident for ref, resident in self._waiting.items())
         assert all(count > 0 for count in self._requests.values())
-
-
-def _exported(pair: LoRAPair, scale: float) -> LoRAPair:
-    """A pair of MLX or NumPy arrays as float32 NumPy, rescaled to `scale`. With a scale of 0, whose b in a slot is all
-    zeros, it keeps the scale that it has."""
-    a, b = (np.array(mx.array(factor).astype(mx.float32)) for factor in (pair.a, pair.b))
-    if scale in (pair.scale, 0):
-        return LoRAPair(a, b, pair.scale)
-    return LoRAPair(a, b * np.float32(pair.scale / scale), scale)

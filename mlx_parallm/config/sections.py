@@ -108,16 +108,15 @@ class AdaptersConfig(Section):
     allowed_adapter_roots: Annotated[Folders, Flag("--allowed-adapter-roots", "DIR,DIR", only=SERVE)] = ()
     """Folders, in addition to adapter_dir, from which requests may load adapters by path."""
     max_loras: Annotated[Integer, Flag("--max-loras", "VERSIONS")] = Field(default=8, ge=1)
-    """Largest number of adapter versions in one batch. The adapter bank holds the weights of each in a slot, whose
-    memory is reserved at the start.
-    """
+    """Largest number of adapter versions in one batch. The adapter bank holds the weights of each in a slot."""
     max_cpu_loras: Annotated[Integer, Flag("--max-cpu-loras", "VERSIONS")] = Field(default=16, ge=0)
     """Largest number of evicted adapter versions kept in memory, unpadded. Others are read from their files again when
     a request needs them.
     """
     max_lora_rank: Annotated[Integer, Flag("--max-lora-rank", "RANK")] = Field(default=16, ge=1, le=LARGEST_RANK)
-    """Largest rank of an adapter. Every slot of the adapter bank has room for it. When the server trains, a larger
-    lora_rank raises it, unless it is set by the same source as lora_rank or by one that takes precedence.
+    """Largest rank of an adapter. Every slot of the adapter bank has room for the largest rank that has been loaded.
+    When the server trains, a larger lora_rank raises it, unless it is set by the same source as lora_rank or by one
+    that takes precedence.
     """
     default_adapter: Annotated[AdapterName, Flag("--default-adapter", "NAME")] = "default"
     """Name of the adapter that training starts with. Names of checkpoints without an adapter's name refer to it."""

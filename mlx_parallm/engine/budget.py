@@ -193,8 +193,9 @@ class CostModel:
 
 # ---- time between decode steps -----------------------------------------------------------------
 
-_STAGING_SHARE = 0.12
-"""Staging time allowed between two steps, as a share of a step's own time."""
+_STAGING_SHARE = 0.5
+"""Staging time allowed between two steps, as a share of a step's own time. Requests wait for it as they do for chunks
+of their prompts. With much less, few slots that change hands often are empty for most of the time."""
 
 _CHUNK_STALL_S = 0.3
 """Longest time that chunks of prompts may add to a step, in seconds, even if the stall budget is larger."""
@@ -281,7 +282,7 @@ class DecodeGap:
         return self.staged_s == 0.0 or self.staging_left(urgent) > 0.0
 
     def staging_left(self, urgent: bool) -> float:
-        """Seconds of this gap that are left for staging: of the whole budget if it is urgent, else of a small share."""
+        """Seconds of this gap that are left for staging: of the whole budget if it is urgent, else of a share."""
         allowance = self.stall_s if urgent else _STAGING_SHARE * self._step_seconds
         return max(allowance - self.staged_s, 0.0)
 

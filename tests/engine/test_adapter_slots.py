@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 from harness import TINY, Harness, assert_same_tokens, make_harness, solo
@@ -11,6 +16,7 @@ from tiny import tiny_model
 
 from mlx_parallm.adapters.residency import READ_AHEAD
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
+from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import RequestFailed, RequestFinished
 from mlx_parallm.errors import AdapterUnavailableError
 
@@ -148,3 +154,129 @@ def test_the_bank_is_made_when_an_adapter_needs_it_and_only_what_it_needs() -> N
     for seed in range(2, 9):
         harness.publish(f"a{seed}", random_adapter(layout, seed, rank=4, targets=QV))
     assert harness.adapters.bank.nbytes == 16 * qv.nbytes
+
+
+def test_slots_are_as_wide_as_the_largest_adapter_that_came() -> None:
+    """And the ones before it stay as they were, also those of rows that run when it comes."""
+    model, row = tiny_model("llama"), [2, 7, 1, 8]
+    layout = layout_of(model)
+    small, large = random_adapter(layout, 1, rank=8), random_adapter(layout, 2, rank=20)
+    harness = make_harness(model, max_rank=64, slots=2)
+    first = harness.publish("small", small)
+    bank = harness.adapters.bank
+    assert bank.nbytes == 3 * small.nbytes, "slot 0 and two more, of rank 8"
+    harness.submit("running", row, 40, adapter=first)
+    harness.until(lambda: harness.tokens("running"))
+    second = harness.publish("large", large)
+    assert bank.nbytes == 3 * large.nbytes * 24 // 20, "of rank 24"
+    harness.answer("new", row, 12, adapter=second)
+    assert_same_tokens(harness.tokens("running"), solo(merged(tiny_model("llama"), small), row, 40), TINY)
+    assert_same_tokens(harness.tokens("new"), solo(merged(tiny_model("llama"), large), row, 12), TINY)
+    taken = harness.wait(harness.adapters.extract(harness.adapters.registry.version(first)))
+    assert all(np.array_equal(taken.pairs[path].a, pair.a) for path, pair in small.pairs.items())
+
+
+def three_adapters(harness: Harness) -> Sequence[AdapterRef]:
+    layout = harness.adapters.bank.layout
+    return [harness.publish(name, random_adapter(layout, seed)) for seed, name in enumerate("abc")]
+
+
+def test_a_version_admits_sequences_while_another_slot_will_come_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version waits; no sequence joins the first one, so the second one need not make way."""
+    monkeypatch.setattr("mlx_parallm.adapters.residency._PATIENCE_S", 0.0)
+    harness = make_harness(slots=2)
+    one, two, three = three_adapters(harness)
+    harness.submit("one", [1, 2, 3], 30, adapter=one)
+    harness.submit("two", [1, 2, 3], 60, adapter=two)
+    harness.until(lambda: harness.tokens("one") and harness.tokens("two"))
+    harness.submit("waits", [4, 5, 6], 3, adapter=three)
+    for number in range(3):
+        harness.step(2)
+        harness.submit(f"joins {number}", [4, 5, 6 + number], 3, adapter=two)
+    harness.until(lambda: len(harness.tokens("joins 2")) == 3)
+    assert not harness.tokens("waits")
+    harness.until(lambda: harness.tokens("waits"))
+    assert len(harness.tokens("two")) < 60, "it got the slot of the first one"
+    harness.run()
+
+
+def test_sequences_whose_version_made_way_wait_no_longer_than_those_that_came_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlx_parallm.adapters.residency._PATIENCE_S", 0.0)
+    harness = make_harness(slots=1)
+    hot, cold, colder = three_adapters(harness)
+    harness.submit("runs", [1, 2, 3], 30, adapter=hot)
+    harness.until(lambda: harness.tokens("runs"))
+    harness.submit("cold", [4, 5, 6], 3, adapter=cold)
+    harness.step(2)
+    harness.submit("joins", [7, 8, 9], 3, adapter=hot)
+    harness.until(lambda: harness.tokens("joins"))
+    for name, adapter in (("again", hot), ("colder", colder)):
+        harness.submit(name, [4, 5, 6], 3, adapter=adapter)
+        harness.step(2)
+    assert len(harness.tokens("runs")) < 30
+    harness.run()
+    answered = [name for name, event in harness.events if isinstance(event, RequestFinished)]
+    assert answered == ["joins", "runs", "cold", "again", "colder"]
+
+
+class Slow(Executor):
+    """Begins what it is given at once, and ends nothing until `finish`."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
+        self.reads.append((Future(), partial(function, *arguments)))
+        self.reads[-1][0].set_running_or_notify_cancel()
+        return self.reads[-1][0]
+
+    def finish(self) -> None:
+        """Ends the oldest read."""
+        future, read = self.reads.pop(0)
+        future.set_result(read())
+
+
+def test_few_files_are_read_ahead_of_a_slot() -> None:
+    harness = make_harness(slots=1, copies=0)
+    layout = harness.adapters.bank.layout
+    refs = [harness.publish(str(seed), random_adapter(layout, seed)) for seed in range(8)]
+    harness.submit("runs", [1, 2, 3], 60, adapter=refs[0])
+    harness.until(lambda: harness.tokens("runs"))
+    reader = harness.adapters._reader = Slow()
+    for number, ref in enumerate(refs[1:]):
+        harness.submit(str(number), [1, 2, 3], 2, adapter=ref)
+    harness.step(5)
+    assert len(reader.reads) == READ_AHEAD
+    while reader.reads:
+        reader.finish()
+    harness.step(5)
+    assert not reader.reads, "their weights wait in memory for the slot"
+    for _ in range(2000):
+        harness.step()
+        if reader.reads:
+            assert len(reader.reads) <= READ_AHEAD
+            reader.finish()
+    assert all(len(harness.tokens(str(number))) == 2 for number in range(7))
+
+
+def test_an_adapter_that_is_unloaded_while_its_files_are_read_is_forgotten() -> None:
+    """Its only request is aborted. Another one is served meanwhile."""
+    harness = make_harness(slots=1, copies=0)
+    one, two, _ = three_adapters(harness)
+    reader = harness.adapters._reader = Slow()
+    harness.submit("one", [1, 2, 3], 3, adapter=one)
+    harness.step(2)
+    harness.loop.abort("one")
+    harness.adapters.registry.unload("a")
+    harness.submit("two", [1, 2, 3], 3, adapter=two)
+    harness.step(2)
+    reader.finish()
+    harness.step(2)
+    reader.finish()
+    harness.run()
+    assert len(harness.tokens("two")) == 3
+    assert not harness.tokens("one")
+    assert harness.adapters.copies == 0
+    assert one not in harness.adapters._residents

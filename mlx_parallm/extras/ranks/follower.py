@@ -61,8 +61,8 @@ class Follower:
                 self._runner.cache.stores[store].arena.copy(sources, targets)
             case ClearPool():
                 self._runner.clear()
-            case FitSlots(group, slots, paths):
-                self._bank.groups[group].fit(slots, paths)
+            case FitSlots(group, slots, paths, rank):
+                self._bank.groups[group].fit(slots, paths, rank)
             case WriteSlot():
                 self._write(operation)
             case ReadSlot(group, slot, ranks):

@@ -167,17 +167,15 @@ class LeadingCache(LoRABatchedKVCache):
 class LeadingGroup(SplitGroup):
     """A group of linears in the adapter bank, whose factors the other ranks have too."""
 
-    def __init__(
-        self, specs: Sequence[LinearSpec], rank: int, dtype: mx.Dtype, split: ModelSplit, followers: Leader
-    ) -> None:
-        super().__init__(specs, rank, dtype, split)
+    def __init__(self, specs: Sequence[LinearSpec], dtype: mx.Dtype, split: ModelSplit, followers: Leader) -> None:
+        super().__init__(specs, dtype, split)
         self._followers = followers
         self._name = specs[0].group
 
-    def fit(self, slots: int, paths: Sequence[str]) -> bool:
+    def fit(self, slots: int, paths: Sequence[str], rank: int = 0) -> bool:
         """See `LinearGroup.fit`."""
-        self._followers.repeat(FitSlots(self._name, slots, list(paths)))
-        return super().fit(slots, paths)
+        self._followers.repeat(FitSlots(self._name, slots, list(paths), rank))
+        return super().fit(slots, paths, rank)
 
     def write(self, slot: int, pairs: dict[str, LoRAPair]) -> None:
         """See `LinearGroup.write`."""

@@ -71,6 +71,7 @@ class FitSlots:
     group: str
     slots: int
     paths: list[str]
+    rank: int
     kind: Literal["fit slots"] = "fit slots"
 
 
