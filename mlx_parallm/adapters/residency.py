@@ -413,8 +413,8 @@ class AdapterStore:
             yield from self.bank.read(resident.slot, resident.ranks, pairs)
         elif resident.weights is not None:
             pairs, rslora = dict(resident.weights.pairs), rslora or resident.weights.rslora
-        exported = {path: exported(pair, resident.scales.get(path, pair.scale)) for path, pair in pairs.items()}
-        return AdapterWeights(exported, rslora) if pairs else None
+        taken = {path: exported(pair, resident.scales.get(path, pair.scale)) for path, pair in pairs.items()}
+        return AdapterWeights(taken, rslora) if pairs else None
 
     # -- waiting, and copies ---------------------------------------------------------------------
 
