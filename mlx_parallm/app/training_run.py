@@ -268,7 +268,7 @@ class TrainingRun(ABC):
             await self.cluster.publish_live()
         speed = {**filled.speed, "seconds": time.monotonic() - started, "failed_tasks": float(len(filled.failures))}
         report = replace(report, metrics={**report.metrics, **speed, **filled.levels})
-        if step == self.options.steps and report.step:
+        if step == self.options.steps and (report.step or self.config.adapters.init_from is not None):
             report = await self._save_tagged(await self._evaluated(report))
         self.view.updated(report)
         self.tracking.write(Record("update", step, report.metrics, _fields(report, filled.failures)))

@@ -108,6 +108,26 @@ def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None
     assert view.facts["adapter"].startswith("default, rank 4, alpha 8")
 
 
+@pytest.mark.timeout(120)
+def test_a_run_that_learns_nothing_keeps_what_it_began_with(tmp_path: Path, user) -> None:
+    """So it can be served all the same."""
+    user("regex")
+    kept, then = tmp_path / "kept", tmp_path / "then"
+    run(config(tmp_path, "grpo", checkpointing__checkpoint_dir=kept), OPTIONS, View())
+    user("regex", pattern="never")
+    begins = {"checkpointing__checkpoint_dir": then, "adapters__init_from": kept}
+    view = View()
+    assert run(config(tmp_path, "grpo", **begins), replace(OPTIONS, steps=1), view) == 0
+    assert view.reports[-1].status != "published"
+    first, second = (
+        each / "default" / (each / "default" / "latest").read_text().strip() / "adapters.safetensors"
+        for each in (kept, then)
+    )
+    weights, same = load_file(first), load_file(second)
+    assert weights.keys() == same.keys()
+    assert all(np.array_equal(weights[name], same[name]) for name in weights)
+
+
 def weights_in(folder: Path) -> dict[str, np.ndarray]:
     """Of the newest checkpoint."""
     newest = (folder / "default" / "latest").read_text().strip()
