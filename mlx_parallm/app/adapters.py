@@ -19,6 +19,7 @@ from mlx_parallm.adapters.weights import Version
 from mlx_parallm.config import Config
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConfigError, ConflictError, InvalidRequestError, StorageError, UnknownModelError
+from mlx_parallm.extras_table import needed
 from mlx_parallm.model.manager import SharedModelManager
 
 _log = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ def find_adapters(
     checkpoints = CheckpointStore(run.path, layout, manager.fingerprint, rank, keep) if run and first else None
     kept = KeptVersions(run.path if run and not run.own else None)
     others = (adapters.adapter_dir, adapters.serve_folder, adapters.init_from)
-    roots = (*adapters.allowed_adapter_roots, *(folder for folder in others if folder))
+    downloads = (needed("hub", "--allowed-hub-adapters").FOLDER,) if adapters.allowed_hub_adapters else ()
+    roots = (*adapters.allowed_adapter_roots, *(folder for folder in others if folder), *downloads)
     library = AdapterLibrary(layout, rank, adapters.adapter_dir, roots, checkpoints, kept, belongs)
     registry = AdapterRegistry(
         adapters.default_adapter,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlx_parallm.adapters.cards import AdapterCard, AdapterStats, CheckpointCard, KeptPart
 from mlx_parallm.app.base_model import BaseModel
@@ -15,6 +16,9 @@ from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef, check_name, name
 from mlx_parallm.core.models import BaseModels
 from mlx_parallm.errors import InvalidRequestError, UnknownModelError
 from mlx_parallm.rl.deletion import Deletion
+
+if TYPE_CHECKING:
+    from mlx_parallm.extras.hub import AllowedAdapters
 
 _SUMS = ("slots", "slots_used", "slots_pinned", "bank_bytes", "copies")
 
@@ -26,6 +30,7 @@ class AllAdapters:
         owner: the name of the base model that has an adapter; None if there is no such adapter.
         bases_of: the names of the base models for which the adapter in a folder may have been made. Blocks on the disk.
         deletion: of what is kept of an adapter.
+        hub: downloads adapters that are named by their hub ids; None: there are none.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class AllAdapters:
         owner: Callable[[str], str | None],
         bases_of: Callable[[Path], tuple[str, ...]],
         deletion: Deletion,
+        hub: AllowedAdapters | None = None,
     ) -> None:
         self._owner = owner
         self._bases = {base.name: base for base in bases}
@@ -42,6 +48,7 @@ class AllAdapters:
         self._bases_of = bases_of
         self._first = bases[0]
         self._deletion = deletion
+        self._hub = hub
 
     def _of(self, selector: str | None) -> BaseModel:
         """The base model of an adapter: the first one if no other has it."""
@@ -83,6 +90,8 @@ class AllAdapters:
 
     async def load(self, name: str, path: str, replace: bool, base: str | None = None) -> AdapterCard:
         """See `core.AdapterClient.load`."""
+        if self._hub is not None and self._hub.has(path):
+            path = str(await asyncio.to_thread(self._hub.download, path))
         folder = await self.folder_of(path)
         base = base or await self._base_of(Path(folder))
         adapter, _ = name_and_step(name)

@@ -38,6 +38,7 @@ from mlx_parallm.errors import (
     QueueTimeoutError,
     UnknownModelError,
 )
+from mlx_parallm.extras_table import needed
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.rl.deletion import Deletion
 from mlx_parallm.tasks import spawn
@@ -212,7 +213,9 @@ def build_base_set(
     idle, timeout = config.model.idle_unload, config.server.queue_timeout
     models = BaseSet(loader.served(first.name), residents, room, loader, idle, timeout)
     bases_of = partial(bases_of_adapter, bases=shared.bases)
-    return models, AllAdapters(engine.bases, models, loader.owner, bases_of, deletion)
+    allowed = config.adapters.allowed_hub_adapters
+    hub = needed("hub", "--allowed-hub-adapters").AllowedAdapters(allowed) if allowed else None
+    return models, AllAdapters(engine.bases, models, loader.owner, bases_of, deletion, hub)
 
 
 def _adapters_by_base(folder: Path | None, shared: SharedDevice) -> dict[str, tuple[str, ...]]:

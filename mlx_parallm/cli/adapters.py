@@ -46,8 +46,8 @@ def _list(args: Namespace) -> int:
     argument(
         "path",
         metavar="PATH",
-        help="Its folder on this machine, or a path under the server's adapter folders. A run, an adapter in it, and "
-        "there `latest` or a tag, mean a checkpoint.",
+        help="Its folder on this machine, a path under the server's adapter folders, or an id on the hub that the "
+        "server allows. A run, an adapter in it, and there `latest` or a tag, mean a checkpoint.",
     ),
     argument("--base", metavar="MODEL", help="The base model that it is for, on a server with several."),
     argument("--replace", action="store_true", help="Replace the adapter that has NAME."),

@@ -6,11 +6,13 @@ import shlex
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from mlx_parallm.cli.flags import MODEL
 from mlx_parallm.cli.parser import argument, takes
 from mlx_parallm.errors import ConfigError, StorageError
+from mlx_parallm.extras_table import needed
 
 if TYPE_CHECKING:
     from mlx_parallm.adapters.formats import FormatName
@@ -41,43 +43,72 @@ _NEXT = {
         "weights, for mlx-lm and LM Studio. gguf: for llama.cpp and Ollama.",
     ),
     argument(
-        "--out", type=Path, required=True, metavar="DIR", help="Required. The folder to write. It must not exist."
+        "--out", type=Path, metavar="DIR", help="The folder to write. It must not exist. Required without --push."
     ),
+    argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="Write it into this repository of the Hugging Face hub, too or instead. A new one is private.",
+    ),
+    argument("--public", action="store_true", help="With --push: a new repository is public."),
     MODEL,
     argument(
         "--base-name",
         metavar="HUB_ID",
-        help="What PEFT's config calls the base model. Default: --model-path, or the bundled model's hub id.",
+        help="The base model's id on the hub, for PEFT and for the model card. Default: --model-path, or that of the "
+        "bundled model.",
     ),
     argument(
         "--dequantize", action="store_true", help="With --to fused: write a dense model instead of a quantized one."
     ),
 )
 def export(args: Namespace) -> int:
-    """Writes an adapter for another program.
+    """Writes an adapter for another program, into a folder, the hub or both.
 
     Raises:
         ConfigError: an argument cannot be used.
-        StorageError: the disk failed.
+        StorageError: the disk failed, or the hub did.
         ParaLLMError: see `model.merge`.
     """
-    if args.dequantize and args.to != "fused":
-        raise ConfigError(f"--dequantize: --to {args.to} writes no model; leave it out")
-    try:
-        _write(args)
-    except OSError as error:
-        raise StorageError(f"{args.out} was not written: {error.strerror or error}") from error
-    folder = str(args.out)
-    print(f"wrote {folder}; {_NEXT[args.to].format(folder=folder, quoted=shlex.quote(folder))}")
+    _check(args)
+    with TemporaryDirectory() as temporary:
+        folder = args.out or Path(temporary, "export")
+        try:
+            _write(args, folder)
+        except OSError as error:
+            raise StorageError(f"{folder} was not written: {error.strerror or error}") from error
+        if args.out:
+            text = _NEXT[args.to].format(folder=str(folder), quoted=shlex.quote(str(folder)))
+            print(f"wrote {folder}; {text}")
+        if args.push:
+            push = needed("hub", "--push").push
+            print(f"pushed to {push(folder, args.push, args.to, _base_name(args), args.public)}")
     return 0
 
 
-def _write(args: Namespace) -> None:
+def _check(args: Namespace) -> None:
+    if args.dequantize and args.to != "fused":
+        raise ConfigError(f"--dequantize: --to {args.to} writes no model; leave it out")
+    if not (args.out or args.push):
+        raise ConfigError("--out: name the folder to write, or a repository with --push")
+    if args.public and not args.push:
+        raise ConfigError("--public: without --push nothing leaves this machine; leave it out")
+    if args.push and args.base_name is None and args.model_path and Path(args.model_path).expanduser().exists():
+        raise ConfigError("--push: say with --base-name what the hub calls the base model, which is a folder here")
+
+
+def _base_name(args: Namespace) -> str:
+    from mlx_parallm.model.bundled import BUNDLED_HUB_ID
+
+    return str(args.base_name or args.model_path or BUNDLED_HUB_ID)
+
+
+def _write(args: Namespace, folder: Path) -> None:
     from mlx_parallm.adapters.runs import named_adapter
     from mlx_parallm.model.merge import export_adapter, merge
 
     adapter = named_adapter(args.adapter)
     if args.to == "fused":
-        merge(args.model_path, adapter, args.out, dequantize=args.dequantize)
+        merge(args.model_path, adapter, folder, dequantize=args.dequantize)
     else:
-        export_adapter(args.model_path, adapter, args.out, FORMATS.get(args.to, "gguf"), args.base_name)
+        export_adapter(args.model_path, adapter, folder, FORMATS.get(args.to, "gguf"), _base_name(args))

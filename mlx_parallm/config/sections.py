@@ -107,6 +107,10 @@ class AdaptersConfig(Section):
     """
     allowed_adapter_roots: Annotated[Folders, Flag("--allowed-adapter-roots", "DIR,DIR", only=SERVE)] = ()
     """Folders, in addition to adapter_dir, from which requests may load adapters by path."""
+    allowed_hub_adapters: Annotated[OptionalNames, Flag("--allowed-hub-adapters", "PATTERN,PATTERN", only=SERVE)] = ()
+    """Ids on the Hugging Face hub from which requests may load adapters, as patterns such as my-org/*. null means none.
+    They are downloaded with this process's token.
+    """
     max_loras: Annotated[Integer, Flag("--max-loras", "VERSIONS")] = Field(default=8, ge=1)
     """Largest number of adapter versions in one batch. The adapter bank holds the weights of each in a slot."""
     max_cpu_loras: Annotated[Integer, Flag("--max-cpu-loras", "VERSIONS")] = Field(default=16, ge=0)

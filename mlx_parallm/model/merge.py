@@ -79,7 +79,7 @@ def export_adapter(
 
     Args:
         model_path: the adapter's base model; None means the bundled one.
-        base_name: what PEFT's config calls the base model; None means `model_path`.
+        base_name: what PEFT's config calls the base model.
 
     Raises:
         ConfigError: `output` exists, or a package is missing.
@@ -93,7 +93,7 @@ def export_adapter(
         if form == "gguf":
             needed("gguf", "--to gguf").write_gguf(folder, weights, layout, base.config)
         else:
-            write_adapter(folder, form, weights, layout, base_name or model_path or BUNDLED_HUB_ID)
+            write_adapter(folder, form, weights, layout, base_name)
 
 
 def write_average(

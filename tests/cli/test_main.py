@@ -351,7 +351,7 @@ def test_export_hands_its_folders_on(exported, capsys):
         (None, Path("a/math"), Path("out dir"), {"dequantize": False}),
         ("o/m", Path("a"), Path("b"), {"dequantize": True}),
         (None, Path("a"), Path("b"), "mlx-lm", "o/n"),
-        (None, Path("a"), Path("b"), "gguf", None),
+        (None, Path("a"), Path("b"), "gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"),
     ]
 
 
@@ -361,7 +361,7 @@ def test_export_hands_its_folders_on(exported, capsys):
         (["load", "math"], "error: the following arguments are required: PATH"),
         (["load", "math", "x", "y"], "error: unexpected argument 'y'"),
         (["load", "math", "x", "--replce"], "error: --replce: unknown flag; did you mean --replace?"),
-        (["export", "a"], "error: the following arguments are required: --to, --out"),
+        (["export", "a"], "error: the following arguments are required: --to"),
         (["export", "a", "--to=peft", "--out=b", "--dequantize"], "error: --dequantize: --to peft writes no model"),
         (["lst"], "error: argument COMMAND: invalid choice: 'lst'"),
     ],

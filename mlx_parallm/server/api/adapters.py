@@ -84,7 +84,7 @@ class ReplaceLoraBody(WireInput):
     lora_name: Name
     """The adapter's name; not a path."""
     lora_path: Annotated[str, Field(min_length=1, max_length=MAX_PATH)]
-    """A folder under the operator's adapter roots."""
+    """A folder under the operator's adapter roots, or an id on the Hugging Face hub that the operator allows."""
     base_model_name: BaseName | None = None
     """The base model that the adapter is for; by default, the one that its files name, or else the first one."""
 
