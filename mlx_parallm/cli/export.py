@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from mlx_parallm.cli.flags import MODEL
 from mlx_parallm.cli.parser import argument, takes
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.extras_table import needed
@@ -51,7 +50,11 @@ _NEXT = {
         help="Write it into this repository of the Hugging Face hub, too or instead. A new one is private.",
     ),
     argument("--public", action="store_true", help="With --push: a new repository is public."),
-    MODEL,
+    argument(
+        "--model-path",
+        metavar="DIR_OR_HUB_ID",
+        help="The base model. Default: that of the run, or else the bundled one.",
+    ),
     argument(
         "--base-name",
         metavar="HUB_ID",
@@ -70,45 +73,51 @@ def export(args: Namespace) -> int:
         StorageError: the disk failed, or the hub did.
         ParaLLMError: see `model.merge`.
     """
-    _check(args)
+    from mlx_parallm.adapters.runs import named_adapter
+    from mlx_parallm.model.bundled import BUNDLED_HUB_ID
+
+    adapter = named_adapter(args.adapter)
+    model_path = args.model_path or _base_of_run(adapter)
+    _check(args, model_path)
+    base_name = args.base_name or model_path or BUNDLED_HUB_ID
     with TemporaryDirectory() as temporary:
         folder = args.out or Path(temporary, "export")
         try:
-            _write(args, folder)
+            _write(args, adapter, model_path, base_name, folder)
         except OSError as error:
             raise StorageError(f"{folder} was not written: {error.strerror or error}") from error
         if args.out:
             text = _NEXT[args.to].format(folder=str(folder), quoted=shlex.quote(str(folder)))
             print(f"wrote {folder}; {text}")
         if args.push:
-            push = needed("hub", "--push").push
-            print(f"pushed to {push(folder, args.push, args.to, _base_name(args), args.public)}")
+            commit = needed("hub", "--push").push(folder, args.push, args.to, base_name, args.public)
+            print(f"pushed to {commit}")
     return 0
 
 
-def _check(args: Namespace) -> None:
+def _base_of_run(adapter: Path) -> str | None:
+    """The base model of the run that has an adapter's checkpoint; None: it is in no run, or was the bundled one."""
+    from mlx_parallm.rl.runs.record import read_record
+
+    record = read_record(adapter.absolute().parent.parent)
+    return record.configuration.get("model", {}).get("base_model_path") if record else None
+
+
+def _check(args: Namespace, model_path: str | None) -> None:
     if args.dequantize and args.to != "fused":
         raise ConfigError(f"--dequantize: --to {args.to} writes no model; leave it out")
     if not (args.out or args.push):
         raise ConfigError("--out: name the folder to write, or a repository with --push")
     if args.public and not args.push:
         raise ConfigError("--public: without --push nothing leaves this machine; leave it out")
-    if args.push and args.base_name is None and args.model_path and Path(args.model_path).expanduser().exists():
+    if args.push and args.base_name is None and model_path and Path(model_path).expanduser().exists():
         raise ConfigError("--push: say with --base-name what the hub calls the base model, which is a folder here")
 
 
-def _base_name(args: Namespace) -> str:
-    from mlx_parallm.model.bundled import BUNDLED_HUB_ID
-
-    return str(args.base_name or args.model_path or BUNDLED_HUB_ID)
-
-
-def _write(args: Namespace, folder: Path) -> None:
-    from mlx_parallm.adapters.runs import named_adapter
+def _write(args: Namespace, adapter: Path, model_path: str | None, base_name: str, folder: Path) -> None:
     from mlx_parallm.model.merge import export_adapter, merge
 
-    adapter = named_adapter(args.adapter)
     if args.to == "fused":
-        merge(args.model_path, adapter, folder, dequantize=args.dequantize)
+        merge(model_path, adapter, folder, dequantize=args.dequantize)
     else:
-        export_adapter(args.model_path, adapter, folder, FORMATS.get(args.to, "gguf"), _base_name(args))
+        export_adapter(model_path, adapter, folder, FORMATS.get(args.to, "gguf"), base_name)

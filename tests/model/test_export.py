@@ -32,6 +32,7 @@ from mlx_parallm.extras.gguf import ARCHITECTURES
 from mlx_parallm.model.bundled import _to_mlx_lm
 from mlx_parallm.model.merge import export_adapter
 from mlx_parallm.optional_packages import Extra
+from mlx_parallm.rl.runs.record import RunFile
 
 TOKENS = mx.array([[1, 5, 9, 33, 77, 2, 250, 100, 30, 4, 66, 7]])
 NEAR = 1e-5
@@ -80,11 +81,12 @@ def test_a_run_means_its_latest_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     for step in (1, 2):
         store.save_checkpoint(AdapterRef("default", step), random_adapter(layout, step), step, tags=["one"][step - 1 :])
     (tmp_path / "runs" / "words" / LOCK).touch()
+    RunFile(tmp_path / "runs" / "words", "id", {"model": {"base_model_path": "model"}}, {}, {})
     steps = {"runs/words": 2, "words": 2, "words/default": 2, "words/default/latest": 2, "words/default/one": 1}
     for text, step in steps.items():
         assert named_adapter(text).resolve() == tmp_path / "runs" / "words" / "default" / f"checkpoint-{step}"
     assert named_adapter("none") == Path("none")
-    assert main(["adapters", "export", "words", "--to", "peft", "--out", "out", "--model-path", "model"]) == 0
+    assert main(["adapters", "export", "words", "--to", "peft", "--out", "out"]) == 0  # its base is in run.json
     found = read_adapter(tmp_path / "out", layout, 16).weights
     for name, pair in random_adapter(layout, 2).pairs.items():
         assert np.array_equal(pair.a, found.pairs[name].a)
@@ -203,17 +205,22 @@ def test_every_architecture_is_one_of_llama_cpp() -> None:
     assert set(ARCHITECTURES.values()) <= set(gguf.MODEL_ARCH_NAMES.values())
 
 
-def test_a_full_disk_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(("fault", "status", "words"), [
+    (OSError(28, "No space left on device"), 1, "out was not written: No space left on device"),
+    (KeyboardInterrupt(), 130, ""),
+])  # fmt: skip
+def test_a_full_disk_or_ctrl_c_leaves_nothing(
+    fault: BaseException, status: int, words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     layout = layout_of(save_tiny("llama", tmp_path / "model"))
     write_mlx_lm(tmp_path / "adapter", random_adapter(layout, 0), layout)
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def fail(*_: object) -> None:
+        raise fault
 
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", fail)
     arguments = [str(tmp_path / "adapter"), "--model-path", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
-    assert main(["adapters", "export", "--to", "gguf", *arguments]) == 1
-    assert "out was not written: No space left on device" in capsys.readouterr().err
+    assert main(["adapters", "export", "--to", "gguf", *arguments]) == status
+    assert words in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "model"]
