@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from mlx_parallm.cli.flags import MODEL
 from mlx_parallm.cli.parser import argument, takes
 from mlx_parallm.errors import ConfigError, StorageError
 from mlx_parallm.extras_table import needed
@@ -32,7 +33,7 @@ _NEXT = {
         "adapter",
         metavar="NAME",
         help="The adapter's folder, in PEFT's or mlx-lm's format; or a run, by its folder or its name below "
-        "checkpoints or runs, an adapter in it, and there `latest` or a tag.",
+        "checkpoints or runs, an adapter in it, and there `latest` or a tag. A run knows its base model.",
     ),
     argument(
         "--to",
@@ -50,11 +51,7 @@ _NEXT = {
         help="Write it into this repository of the Hugging Face hub, too or instead. A new one is private.",
     ),
     argument("--public", action="store_true", help="With --push: a new repository is public."),
-    argument(
-        "--model-path",
-        metavar="DIR_OR_HUB_ID",
-        help="The base model. Default: that of the run, or else the bundled one.",
-    ),
+    MODEL,
     argument(
         "--base-name",
         metavar="HUB_ID",
