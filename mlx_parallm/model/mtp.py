@@ -122,7 +122,9 @@ def load_head(base: nn.Module, source: Path, config: Mapping[str, Any]) -> Predi
         source: its directory.
         config: its config.json.
     """
-    if not any(section.get(key) for section in _sections(config) for key in _DECLARED):
+    if not any(_OF_DEEPSEEK.fullmatch(name) or _OF_QWEN.fullmatch(name) for name in _names_in(source)):
+        if any(section.get(key) for section in _sections(config) for key in _DECLARED):
+            _log.info("%s is served without a prediction head: its files have no weights of one", source.name)
         return None
     try:
         model = _loaded(base, source, config)
@@ -155,6 +157,13 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield config
     if isinstance(text := config.get("text_config"), dict):
         yield text
+
+
+def _names_in(source: Path) -> Iterator[str]:
+    """The names of a directory's weights, which are not read."""
+    for file in source.glob("model*.safetensors"):
+        weights: Any = mx.load(str(file))
+        yield from weights
 
 
 # -- loading -------------------------------------------------------------------------------------
@@ -237,7 +246,7 @@ def _of_head(weights: Weights) -> tuple[str, Weights]:
     pairs = [(name, old, new) for name in of_qwen for old, new in _NAMES_OF_QWEN.items() if name.startswith(old)]
     own = {new + name.removeprefix(old): of_qwen[name] for name, old, new in pairs}
     if "eh_proj.weight" not in own:
-        raise UnsupportedModelError("its files have no weights of a head that can be computed here")
+        raise UnsupportedModelError("it is of another kind than those that can be computed here")
     return "model.", own
 
 

@@ -82,4 +82,19 @@ def test_a_checkpoint_without_a_head_has_none(tmp_path: Path, caplog: pytest.Log
     with caplog.at_level(logging.INFO):
         head, _ = head_in(tmp_path / "converted")
     assert head is None
-    assert "converted is served without its prediction head: its files have no weights" in caplog.text
+    assert "converted is served without a prediction head: its files have no weights of one" in caplog.text
+
+
+def test_a_head_that_the_configuration_does_not_declare_is_kept_and_one_of_another_kind_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = head_config("qwen3_next")
+    del config["mtp_num_hidden_layers"]
+    save_with_head(config, tmp_path / "kept")
+    assert head_in(tmp_path / "kept")[0] is not None
+    weights = mx.load(str(tmp_path / "kept" / "model.safetensors"))
+    other = {name.replace("mtp.fc.", "mtp.joined."): array for name, array in weights.items()}
+    save_files(tmp_path / "other", other, config)
+    with caplog.at_level(logging.INFO):
+        assert head_in(tmp_path / "other")[0] is None
+    assert "other is served without its prediction head: it is of another kind" in caplog.text
