@@ -29,7 +29,7 @@ FILE = "adapter.gguf"
 ARCHITECTURES: Mapping[str, str] = {
     **{"llama": "llama", "mistral": "llama", "mixtral": "llama", "smollm3": "smollm3", "granite": "granite"},
     **{"qwen2": "qwen2", "qwen3": "qwen3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe"},
-    **{"gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3"},
+    **{"gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3", "gemma3_text": "gemma3", "phi3": "phi3"},
     **{"olmo2": "olmo2", "olmoe": "olmoe", "lfm2": "lfm2"},
 }
 """llama.cpp's name of an architecture, by the `model_type` of a config. benchmarks/studies/exports.py tries each."""
@@ -80,7 +80,8 @@ def _named(weights: AdapterWeights, layout: AdapterLayout, architecture: str) ->
     (of,) = [key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture]
     names = gguf.get_tensor_name_map(of, layout.layers)
     for path, pair in weights.pairs.items():
-        there = _EXPERTS.sub(r"\1.mlp.experts.\2", transformers_path(path, layout))
+        there = transformers_path(path, layout).replace("model.language_model.", "model.", 1)
+        there = _EXPERTS.sub(r"\1.mlp.experts.\2", there)
         name = names.get_name(f"{there}.weight", try_suffixes=(".weight",))
         tied = layout.head is not None and path == layout.head.path and layout.head.embedding
         if name is None or tied or len(layout.spelled(there)) > 1:
@@ -99,6 +100,6 @@ def _permuted(b: Float32, name: str, config: Mapping[str, Any]) -> Float32:
 
 def _no_place(what: str) -> UnsupportedModelError:
     return UnsupportedModelError(
-        f"--to gguf: {what} cannot be written as GGUF: write a model with --to fused --dequantize instead, and convert "
-        "that with llama.cpp's convert_hf_to_gguf.py"
+        f"--to gguf: {what} cannot be written as GGUF: write a model with --to fused --dequantize instead; without "
+        "experts and recurrent layers, llama.cpp's convert_hf_to_gguf.py converts that"
     )

@@ -114,7 +114,8 @@ def push(folder: Path, repository: str, form: str, base: str, public: bool) -> s
     api = HfApi()
     try:
         api.create_repo(repository, private=not public, exist_ok=True)
-        added = [CommitOperationAdd(file.name, str(file)) for file in sorted(folder.iterdir())]
+        files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+        added = [CommitOperationAdd(file.relative_to(folder).as_posix(), str(file)) for file in files]
         if not api.file_exists(repository, "README.md"):
             added.append(CommitOperationAdd("README.md", _card(repository, form, base).encode()))
         return str(api.create_commit(repository, added, commit_message=f"An export for {form}").commit_url)

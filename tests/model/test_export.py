@@ -162,6 +162,18 @@ def test_experts_have_a_matrix_each_in_gguf(bits: int, tmp_path: Path) -> None:
     assert np.allclose(deltas["blk.1.ffn_down_exps.weight"], want, atol=1e-6)
 
 
+def test_the_text_part_of_a_model_has_the_names_of_a_model_of_text(tmp_path: Path) -> None:
+    """llama.cpp has the other part in a file of its own."""
+    names = []
+    for family in ("gemma3", "gemma3_text"):
+        layout = layout_of(save_tiny(family, tmp_path / family))
+        write_mlx_lm(tmp_path / f"{family}-adapter", random_adapter(layout, seed=1), layout)
+        export_adapter(str(tmp_path / family), tmp_path / f"{family}-adapter", tmp_path / f"{family}-out", "gguf")
+        names.append(set(read_gguf(tmp_path / f"{family}-out" / "adapter.gguf")[1]))
+    assert names[0] == names[1]
+    assert "blk.3.attn_q.weight" in names[0]
+
+
 def test_an_adapter_of_scale_zero_stays_one(tmp_path: Path) -> None:
     """llama.cpp takes alpha 0 for none."""
     layout = layout_of(save_tiny("qwen2", tmp_path / "model"))
