@@ -157,7 +157,9 @@ class TrainingData:
     """
 
     def __init__(self, settings: FileSettings) -> None:
-        """Raises ConfigError: see `ExampleFile`; or no row is left to train on."""
+        """Raises ConfigError: see `ExampleFile`; or the batches are too small."""
+        if settings.kind is FileKind.KTO and settings.batch_size < 2:
+            raise ConfigError("--batch-size: KTO compares an answer with those to other prompts; give 2 at least")
         self.settings = settings
         self.file = ExampleFile(settings.name, settings.kind, settings.seed, settings.flag)
         if isinstance(settings.held_out, str):

@@ -72,7 +72,9 @@ _FORMS: Mapping[FileKind, Sequence[tuple[str, ...]]] = {
     FileKind.KTO: (("prompt", "completion", "label"),),
 }
 """Columns of the forms. The first form whose columns a row has all is its own."""
-_OTHERS = ("input", "tools", "prompt", "system")
+_PROMPTS = ("prompt", "input", "messages", "question")
+"""Columns that may have the prompt of a preference."""
+_OTHERS = (*_PROMPTS, "tools", "system")
 """More columns that forms have."""
 
 
@@ -155,7 +157,7 @@ def _of_share_gpt(turn: object) -> object:
 
 
 def _preference(row: Mapping[str, Any], form: tuple[str, ...], tools: tuple[Tool, ...]) -> Example:
-    given = row.get("prompt") or row.get("input")
+    given = next((row[name] for name in _PROMPTS if row.get(name)), None)
     if isinstance(given, dict):  # OpenAI's
         tools, given = tools or _tools(given.get("tools")), given.get("messages")
     chosen, rejected = (_part(name, row[name]) for name in form)
@@ -163,12 +165,12 @@ def _preference(row: Mapping[str, Any], form: tuple[str, ...], tools: tuple[Tool
         raise ValueError(f"{form[0]} and {form[1]} must both be texts, or both lists of messages")
     if chosen == rejected:
         raise ValueError(f"{form[0]} and {form[1]} are the same")
-    if given is None:
-        if isinstance(chosen, str) or isinstance(rejected, str):
-            raise ValueError("there is no prompt")
+    if not isinstance(chosen, str) and not isinstance(rejected, str) and _is_asked(chosen[0]):  # it has its prompt
         pairs = zip(chosen, rejected, strict=False)
         shared = tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return _checked(Example(shared, (chosen[len(shared) :], rejected[len(shared) :]), tools))
+    if given is None:
+        raise ValueError("there is no prompt")
     return _checked(Example(_part("prompt", given), (chosen, rejected), tools))
 
 

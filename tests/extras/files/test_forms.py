@@ -50,6 +50,8 @@ def test_dpo_takes_the_forms_of_trl_and_openai() -> None:
     for row in (
         {"prompt": [USER], "chosen": [ANSWER], "rejected": [WRONG]},
         {"chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+        {"prompt": "2+2?", "chosen": [USER, ANSWER], "rejected": [USER, WRONG]},
+        {"question": "2+2?", "chosen": [ANSWER], "rejected": [WRONG]},
         {"input": {"messages": [USER]}, "preferred_output": [ANSWER], "non_preferred_output": [WRONG]},
     ):
         assert read_example(row, FileKind.DPO) == wanted
