@@ -315,17 +315,21 @@ def _answer_row(pair: Preference, right: bool) -> dict[str, Any]:
     return {"prompt": pair.prompt, "completion": pair.chosen if right else pair.rejected, "label": right}
 
 
+def environment(threads: int) -> dict[str, str]:
+    """The variables of a side's program."""
+    variables = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return os.environ | variables | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+
+
 def _call(side: str, order: Path, threads: int) -> None:
     """Runs a side's program; TRL's in an environment of its own, which uv makes and keeps."""
     if side != TRL:
         command = [sys.executable, "-m", "benchmarks.lib.programs.our_side"]
     else:
         command = ["uv", "--quiet", "run", "--python", sys.executable, "--script", str(PROGRAMS / "trl_side.py")]
-    variables = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    variables |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     with order.with_suffix(".log").open("w") as log:
         done = subprocess.run(
-            [*command, str(order)], cwd=ROOT, env=os.environ | variables, stdout=log, stderr=log, timeout=LIMIT_S
+            [*command, str(order)], cwd=ROOT, env=environment(threads), stdout=log, stderr=log, timeout=LIMIT_S
         )
     if done.returncode:
         tail = order.with_suffix(".log").read_text()[-3000:]

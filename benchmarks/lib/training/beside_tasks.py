@@ -48,6 +48,10 @@ class Setting:
     threads: int = 1
 
 
+ROWS = {"sft": "prompts", "dpo": "pairs", "kto": "answers"}
+"""The field of `Setting` that says how many rows of a file an update learns from."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
     """An answer to learn from that is given and not sampled. `mask`: which tokens of the completion are trained.
