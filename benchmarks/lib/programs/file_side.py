@@ -54,10 +54,11 @@ def main(order: Order) -> None:
     setting, kind = order.hyper, FileKind(order.loss)
     size = getattr(setting, ROWS[kind])
     data = TrainingData(FileSettings(kind, order.data, 0.0, size, 1, order.seed))
+    algorithm = fixed(kind)["rl_training.algorithm"].value
     config = configure(
         Path(order.model),
         LoRAConfig(rank=setting.rank, alpha=setting.alpha),
-        RLConfig(algorithm=fixed(kind)["rl_training.algorithm"].value, learning_rate=setting.learning_rate, seed=order.seed),
+        RLConfig(algorithm=algorithm, learning_rate=setting.learning_rate, seed=order.seed),
         server__mode="training_only",
         adapters__init_from=order.adapter,
         rl_training__loss__preference_beta=setting.preference_beta,
