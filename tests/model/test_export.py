@@ -20,6 +20,7 @@ from family_checks import CONFIGURATIONS, build
 from lora import layout_of, merged, random_adapter
 from tiny import save_directory, save_tiny, tiny_config, tiny_model
 
+from benchmarks.studies.exports import FAMILIES
 from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.files import read_adapter
 from mlx_parallm.adapters.formats import write_mlx_lm, write_peft
@@ -213,8 +214,9 @@ def test_the_package_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pyte
         export_adapter(str(tmp_path / "model"), tmp_path / "adapter", tmp_path / "out", "gguf")
 
 
-def test_every_architecture_is_one_of_llama_cpp() -> None:
+def test_every_architecture_is_one_of_llama_cpp_and_was_tried_there() -> None:
     assert set(ARCHITECTURES.values()) <= set(gguf.MODEL_ARCH_NAMES.values())
+    assert ARCHITECTURES.keys() - FAMILIES.keys() == {"gemma3"}  # with a part for images
 
 
 @pytest.mark.parametrize(("fault", "status", "words"), [
