@@ -6,7 +6,8 @@ batches, masks, order and AdamW, each side in a process of its own with one thre
 
 SFT learns from conversations of one to three sums, of which the assistant's messages are trained; the others from pairs
 that a rule makes, as in `beside_trl.py`. Loss: largest and last difference between the sides, step by step. Time and
-processor time: of an update, without the first. TRL's side needs an environment of its own, which uv makes.
+processor time: of an update, without the first. TRL's side needs an environment of its own, which uv makes. Kinds
+that are not run keep their results in the record.
 """
 
 import argparse
@@ -210,7 +211,8 @@ def main() -> int:
     """Returns the exit code: 0 if the losses agree, 1 if some do not."""
     arguments = _arguments()
     study = Study(arguments)
-    results: list[dict[str, Any]] = []
+    known = json.loads(arguments.out.read_text())["results"] if arguments.out.exists() else []
+    results: list[dict[str, Any]] = [one for one in known if one["kind"] not in arguments.only]
     for kind in map(FileKind, arguments.only):
         results += study.compare(kind)
         record = {"machine": machine.describe(), "setting": report.setting(arguments), "results": results}
