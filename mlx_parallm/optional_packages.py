@@ -35,6 +35,7 @@ class Extra:
 
 
 CLUSTER = Extra("nats", "NATS", "cluster")
+DATASETS = Extra("datasets", "datasets", "datasets")
 GGUF = Extra("gguf", "gguf", "gguf")
 MATH = Extra("math_verify", "math-verify", "math")
 OTEL = Extra("opentelemetry.exporter.otlp.proto.http", "opentelemetry", "otel")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.optional_packages import PARQUET
+from mlx_parallm.optional_packages import DATASETS, PARQUET
 from mlx_parallm.rl.task_files import check_surrogates, find_file
 
 LONGEST_ROW = 64 << 20
@@ -24,6 +25,7 @@ LONGEST_ROW = 64 << 20
 _LARGEST_ARRAY = 1 << 30
 """Bytes of a JSON array, which is read as a whole."""
 _ROWS_AT_ONCE = 256
+_HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _TABLES = {".csv": ",", ".tsv": "\t"}
 """The delimiters of files whose first line names the columns."""
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -65,7 +67,9 @@ class Rows:
 
 
 def open_rows(name: str, setting: str) -> Rows:
-    """The rows of a file, or of a data set of the hub, which is downloaded unless it is in the cache.
+    """The rows of a file, or of a data set of the hub, which is downloaded unless it is in the cache. With the package
+    `datasets` it may be any data set, also a folder, and the name of a split or a configuration may follow it:
+    org/name:test, org/name:default:test.
 
     Args:
         setting: what errors name.
@@ -74,6 +78,12 @@ def open_rows(name: str, setting: str) -> Rows:
         ConfigError: there is no such file, or it cannot be read.
     """
     path = Path(name).expanduser()
+    known, *parts = name.split(":")
+    if not path.is_file() and (Path(known).is_dir() or _HUB_ID.fullmatch(known)):
+        if DATASETS.installed:
+            return _of_data_set(known, parts, setting)
+        if parts:
+            raise ConfigError(f"{setting}: {name} names a part of a data set: {DATASETS.missing}")
     if path.suffix not in _TABLES and not path.is_file():
         path = find_file(name, setting) or path
     try:
@@ -108,6 +118,17 @@ def _spooled(rows: Iterable[Any], lines: array[int] | None = None) -> Rows:
         file.write(json.dumps(row, default=str).encode() + b"\n")
     file.flush()
     return Rows(file, of_lines=False, lines=lines)
+
+
+def _of_data_set(name: str, parts: list[str], setting: str) -> Rows:
+    """`parts`: the split, and before it the configuration if there are two."""
+    from datasets import load_dataset
+
+    *configurations, split = parts or ["train"]
+    try:
+        return _spooled(load_dataset(name, *configurations[-1:], split=split))
+    except Exception as error:  # what a data set is made of decides what it raises
+        raise ConfigError(f"{setting}: the data set {name} cannot be read: {error}") from error
 
 
 # -- the forms of files ----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.files import rows as module
 from mlx_parallm.extras.files.rows import Rows, open_rows
+from mlx_parallm.optional_packages import DATASETS
 
 
 def opened(tmp_path: Path, name: str, content: bytes) -> Rows:
@@ -81,8 +82,25 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, name: str, conte
         opened(tmp_path, name, content)
 
 
+def test_a_data_set_has_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the package `datasets` only. A folder stands for a data set of the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "org" / "set").mkdir(parents=True)
+    for split in ("train", "test"):
+        (tmp_path / "org" / "set" / f"{split}.jsonl").write_text(json.dumps({"text": split}))
+    if not DATASETS.installed:
+        with pytest.raises(ConfigError, match="names a part of a data set: datasets is not installed"):
+            open_rows("org/set:test", "--sft")
+        return
+    assert read(open_rows("org/set", "--sft")) == [("row 1", {"text": "train"})]
+    assert read(open_rows("org/set:test", "--sft")) == [("row 1", {"text": "test"})]
+    with pytest.raises(ConfigError, match="--sft: the data set org/set cannot be read"):
+        open_rows("org/set:none", "--sft")
+
+
 def test_there_must_be_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--sft: .*none\.csv cannot be read: No such file"):
         open_rows(str(tmp_path / "none.csv"), "--sft")
-    with pytest.raises(ConfigError, match="it is a folder"):
+    with pytest.raises(ConfigError, match=r"it is a folder|contain any data files"):
         open_rows(str(tmp_path), "--sft")
