@@ -14,7 +14,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCardData, constants, snapshot_download
-from huggingface_hub.errors import DryRunError
+from huggingface_hub.errors import (
+    DryRunError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import disable_progress_bars
 
 from mlx_parallm.adapters.formats import CONFIG_FILE, MLX_LM_WEIGHTS, PEFT_WEIGHTS
@@ -62,7 +67,7 @@ class AllowedAdapters:
         except InvalidRequestError:
             raise
         except Exception as error:  # the hub's client has several that share no class
-            raise _problem(text, _first_line(error)) from error
+            raise _problem(text, _reason(error)) from error
         finally:
             self._downloading.release()
 
@@ -73,13 +78,20 @@ def _downloaded(repository: str, folder: str, revision: str | None) -> Path:
     options = {"revision": revision, "allow_patterns": patterns, "cache_dir": FOLDER}
     try:
         files = snapshot_download(repository, dry_run=True, **options)
-    except DryRunError:  # there is no hub
-        snapshot = snapshot_download(repository, local_files_only=True, **options)
+    except DryRunError as error:  # as if there were no hub, unless it has refused
+        if isinstance(error.__cause__, RepositoryNotFoundError):
+            raise error.__cause__ from None
+        try:
+            snapshot = snapshot_download(repository, local_files_only=True, **options)
+        except LocalEntryNotFoundError:
+            raise error.__cause__ or error from None
     else:
         size = sum(file.file_size for file in files)
         if size > LARGEST_BYTES:
             raise _problem(repository, f"has {human_bytes(size)}, more than {human_bytes(LARGEST_BYTES)}")
         snapshot = snapshot_download(repository, **options)
+    if not Path(snapshot, folder, CONFIG_FILE).is_file():
+        raise _problem(repository, f"it has no {patterns[0]}")
     return Path(snapshot, folder)
 
 
@@ -87,7 +99,11 @@ def _problem(text: str, why: str) -> InvalidRequestError:
     return InvalidRequestError(f"the adapter {shown(text)} of the hub cannot be loaded: {why}", "lora_path")
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    if isinstance(error, RepositoryNotFoundError):
+        return "there is no such repository, or the token may not read it"
+    if isinstance(error, RevisionNotFoundError):
+        return "the repository has no such revision"
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
@@ -120,7 +136,7 @@ def push(folder: Path, repository: str, form: str, base: str, public: bool) -> s
             added.append(CommitOperationAdd("README.md", _card(repository, form, base).encode()))
         return str(api.create_commit(repository, added, commit_message=f"An export for {form}").commit_url)
     except Exception as error:  # see `download`
-        raise StorageError(f"--push {repository}: {_first_line(error)} (a token comes from `hf auth login`)") from error
+        raise StorageError(f"--push {repository}: {_reason(error)} (a token comes from `hf auth login`)") from error
 
 
 def _card(repository: str, form: str, base: str) -> str:

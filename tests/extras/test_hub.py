@@ -143,16 +143,33 @@ def test_without_the_hub_the_last_download_is_used(hub: Hub, monkeypatch: pytest
     count = len(hub.asked)
     assert allowed.download("org/tone") == folder
     assert len(hub.asked) == count
-    with pytest.raises(InvalidRequestError, match="the adapter 'org/other' of the hub cannot be loaded"):
+    with pytest.raises(
+        InvalidRequestError, match=r"the adapter 'org/other' of the hub cannot be loaded: .*HF_HUB_OFFLINE"
+    ):
         allowed.download("org/other")
 
 
-@pytest.mark.parametrize("text", ["org/none", "org/secret", "org/tone@none"])
-def test_what_is_not_there_is_an_error_of_the_request(text: str, hub: Hub) -> None:
+@pytest.mark.parametrize(("text", "words"), [
+    ("org/none", "there is no such repository"),
+    ("org/secret", "the token may not read it"),
+    ("org/tone@none", "no such revision"),
+    ("org/other", "it has no adapter_config.json"),
+])  # fmt: skip
+def test_what_is_not_there_is_an_error_of_the_request(text: str, words: str, hub: Hub) -> None:
     hub.with_files("org/tone", ADAPTER)
+    hub.with_files("org/other", {"model.bin": b"x"})
     hub.with_files("org/secret", ADAPTER, private=True)
-    with pytest.raises(InvalidRequestError, match=f"the adapter '{text}' of the hub cannot be loaded: "):
+    with pytest.raises(InvalidRequestError, match=f"the adapter '{text}' of the hub cannot be loaded: .*{words}"):
         AllowedAdapters(["*"]).download(text)
+
+
+def test_what_is_gone_is_not_served_from_the_last_download(hub: Hub) -> None:
+    hub.with_files("org/tone", ADAPTER)
+    allowed = AllowedAdapters(["*"])
+    allowed.download("org/tone")
+    del hub.repositories["org/tone"]
+    with pytest.raises(InvalidRequestError, match="there is no such repository"):
+        allowed.download("org/tone")
 
 
 def test_one_at_a_time(hub: Hub) -> None:
