@@ -39,6 +39,7 @@ of; and the last step whose held-out loss is known."""
 _TRIED = 100
 """Rows that are encoded before the first step, to see whether the file can be used with this model."""
 _LEAST_USABLE = 0.1
+_SHOWN_TOKENS = 20
 _EVALUATIONS = 10
 """Held-out losses of a run, if nobody says how often."""
 
@@ -75,6 +76,8 @@ class FileRun(TrainingRun):
     """The lowest held-out loss, and the step that it is of."""
     evaluated: int = field(default=-1, init=False)
     """The last step whose held-out loss is known; -1: none."""
+    shown: str = field(default="", init=False)
+    """The first usable row as text: context ▸ what is trained."""
     start_loss: float | None = field(default=None, init=False)
     """The held-out loss before the first step of this process, if it was due."""
 
@@ -91,6 +94,7 @@ class FileRun(TrainingRun):
             "update": f"{settings.kind.value}, {settings.batch_size} rows, "
             f"learning rate {training.optimizer.learning_rate:g}",
             "trained": self._trained_text,
+            "for example": self.shown,
             **self._held_out_facts,
         }
         kept = {name: text for name, text in known.items() if name not in ("environment", "reward", *own)}
@@ -157,13 +161,21 @@ class FileRun(TrainingRun):
         failures = []
         for number in tried:
             try:
-                self.encoder.encode(file.example(number))
+                encoded = self.encoder.encode(file.example(number))
+                self.shown = self.shown or self._shown(encoded[0][0])
             except (ValueError, RecursionError, RequestError) as error:
                 failures.append(f"{file.place(number)}: {error}")
         if len(failures) >= (1 - _LEAST_USABLE) * len(tried):
             raise ConfigError(
                 f"{self.of_file.flag}: {len(failures)} of the first {len(tried)} rows cannot be used; {failures[0]}"
             )
+
+    def _shown(self, turn: Encoded) -> str:
+        """The end of the context and the beginning of what is trained, as text."""
+        decode, most = self.served.tokenizer.decode, _SHOWN_TOKENS
+        context, trained = decode(turn.prompt_ids[-most:]), decode(turn.completion_ids[:most])
+        before, after = (" …" if len(ids) > most else "" for ids in (turn.prompt_ids, turn.completion_ids))
+        return f"{before.strip()}{context} ▸ {trained}{after}".replace("\n", "⏎")
 
     def _open_held_out(self) -> None:
         data = self.data

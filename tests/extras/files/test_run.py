@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Mapping
 from functools import partial
@@ -125,11 +126,22 @@ def test_rows_that_cannot_be_encoded_are_left_out_of_their_batch(tmp_path: Path)
     assert status == 0
     assert figures(view, "left_out") == [1]
     assert figures(view, "trajectories") == [12]
+    assert re.fullmatch(r"…?.*⏎<\|im_start\|>assistant⏎ ▸ ab \d<\|im_end\|>", view.facts["for example"])
     long = [{"text": "x" * 500}] * 4
     with pytest.raises(
         ConfigError, match=r"4 of the first 4 rows cannot be used; line .* it has 501 tokens of at most 100"
     ):
         made(tmp_path, rows=long, held_out=0.0, folder="none", how=FileRunSettings(longest=100))
+
+
+@pytest.mark.timeout(120)
+def test_a_step_of_which_no_row_can_be_used_is_skipped(tmp_path: Path) -> None:
+    rows = [*ROWS["sft"][:2], {"prompt": "long", "completion": "x" * 500}]
+    status, view = made(tmp_path, rows=rows, held_out=0.0, batch_size=1, how=FileRunSettings(longest=100))
+    assert status == 0
+    reports = {report.status: report.reason for report in view.reports}
+    assert [report.status for report in view.reports].count("published") == 2
+    assert reports["skipped"] == "none of its rows can be used"
 
 
 @pytest.mark.timeout(120)
