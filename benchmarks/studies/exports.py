@@ -1,6 +1,6 @@
 """Compares an adapter where it was exported to with the same adapter here: log-probabilities of every token.
 
-    python benchmarks/studies/exports.py --python ELSEWHERE/bin/python --llama-cpp LLAMA_CPP [--only bundled llama …]
+    python benchmarks/studies/exports.py --llama-cpp LLAMA_CPP [--python ELSEWHERE/bin/python] [--only bundled llama …]
         [--work DIR] [--out FILE]
 
 Random adapters, of ranks and scales that differ between linears, on the bundled model and on tiny models of each
@@ -9,12 +9,13 @@ llama.cpp the GGUF adapter beside its own float32 file of the base, and the fuse
 the bundled model, the adapter also beside the file as it was published, of 4 bits, where llama.cpp rounds activations
 to 8. Its converter does not take fused models with experts or convolutions.
 
-ELSEWHERE is an environment with PEFT, Transformers and llama.cpp's Python binding, and LLAMA_CPP the sources from which
-that was compiled, which have the converter of models:
+LLAMA_CPP are the sources from which llama.cpp's Python binding is compiled, which have the converter of models:
 
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36 && tar xf llama_cpp_python-*.tar.gz
-    uv venv elsewhere && uv pip install --python elsewhere/bin/python ./llama_cpp_python-*/ torch transformers peft gguf
     LLAMA_CPP=llama_cpp_python-0.3.36/vendor/llama.cpp
+
+The other programs run in an environment of their own, ELSEWHERE. By default uv makes and keeps it, which compiles
+llama.cpp for some 20 minutes and downloads 3 GB.
 """
 
 import argparse
@@ -142,9 +143,10 @@ def _prepare(folder: Path) -> None:
         bundled_tokenizer().save_pretrained(folder / "model")  # no token is looked up, but a model has one
 
 
-def _elsewhere(python: Path, *arguments: object) -> None:
+def _elsewhere(python: Path | None, *arguments: object) -> None:
+    program = [python] if python else ["uv", "--quiet", "run", "--python", sys.executable, "--script"]
     variables = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    command = [str(python), str(PROGRAM), *map(str, arguments)]
+    command = [*map(str, (*program, PROGRAM, *arguments))]
     subprocess.run(command, env=os.environ | variables | {"HF_HUB_OFFLINE": "1"}, check=True)
 
 
@@ -225,8 +227,8 @@ def _table(rows: Sequence[Exported]) -> Table:
 def _arguments() -> argparse.Namespace:
     names = (BUNDLED, *FAMILIES)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", type=Path, required=True, help="of an environment with PEFT and llama-cpp-python")
     parser.add_argument("--llama-cpp", type=Path, required=True, help="llama.cpp's sources")
+    parser.add_argument("--python", type=Path, help="of an environment with PEFT and llama-cpp-python")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="base models")
     parser.add_argument("--work", type=Path, help="folder to keep what was written in")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "exports.json")
