@@ -21,7 +21,7 @@ _FLAG = re.compile(r"--[a-z][a-z_.-]*[a-z]")
 _SETTING = re.compile(r"(?:server|model|adapters|rl_training|inference|checkpointing|debug)\.(?!py$)[a-z_.]+")
 _NAME = re.compile(r"(?:[A-Z][a-z]+){2,}|[A-Z]+(?:_[A-Z]+)*|[A-Z]{2,}[A-Z]?[a-z]\w+")
 _OTHER_FLAGS = {
-    *("--group", "--extra", "--dataset", "--tokenizer", "--book-url", "--api", "--base-url", "--lora"),
+    *("--group", "--extra", "--dataset", "--tokenizer", "--book-url", "--api", "--base-url", "--lora", "--local-dir"),
     *("--backend", "--data-loader", "--constraint"),
     *(
         "--quick",
