@@ -40,6 +40,8 @@ APART = 1.0
 """Percent by which two losses may differ."""
 MOST_UPDATES = 16
 """Of preferences there are no more questions."""
+SETTING = replace(Setting(), max_grad_norm=1e30)
+"""mlx-lm does not limit gradients."""
 RATE = {FileKind.SFT: 3e-4, FileKind.DPO: 1e-4, FileKind.KTO: 1e-4}
 Row = Mapping[str, Any]
 
@@ -49,7 +51,7 @@ class Study:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self._bench = Bench(arguments.work, replace(Setting(), max_grad_norm=1e30))
+        self._bench = Bench(arguments.work, SETTING)
         self._tokenizer = Tokenizer(TokenizerWrapper(self._bench.tokenizer))
         self._encoder = Encoder(self._tokenizer, 2048, cuts=False)
 
@@ -215,7 +217,8 @@ def main() -> int:
     results: list[dict[str, Any]] = [one for one in known if one["kind"] not in arguments.only]
     for kind in map(FileKind, arguments.only):
         results += study.compare(kind)
-        record = {"machine": machine.describe(), "setting": report.setting(arguments), "results": results}
+        setting = asdict(SETTING) | {"learning_rate": {kind.value: rate for kind, rate in RATE.items()}}
+        record = {"machine": machine.describe(), "setting": setting, "results": results}
         report.write(arguments.out, record, list(figures(results)))
     found = list(figures(results))
     report.show(found)
@@ -227,12 +230,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=[*map(str, OTHER)], default=[*map(str, OTHER)])
     parser.add_argument("--updates", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="3 updates, once")
+    parser.add_argument("--quick", action="store_true", help="2 updates, once")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "beside_trl", help="working folder")
     parser.add_argument("--out", type=Path, default=report.RESULTS / "files.json")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.updates, arguments.repeats = 3, 1
+        arguments.updates, arguments.repeats = 2, 1
     return arguments
 
 

@@ -20,6 +20,14 @@ MARKED = (
     "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+FORGETFUL = (
+    "{% set last = namespace(at=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set last.at = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.index0 > last.at %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Leaves out the reasoning of earlier answers, as Qwen3's does."""
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "One?"},
@@ -66,6 +74,33 @@ def test_openai_weights_leave_answers_out() -> None:
         (turns,) = encoded(tokenizer(template), {"messages": weighted})
         assert trained(tok, turns) == ["second<|im_end|>"]
         assert "first" in tok.decode(turns[0].prompt_ids)
+
+
+def test_reasoning_is_trained_where_the_template_writes_it_and_left_out_of_later_prompts() -> None:
+    tok = tokenizer(FORGETFUL)
+    reasoned = [{**turn, "reasoning_content": f"so {turn['content']}"} for turn in CONVERSATION]
+    (turns,) = encoded(tok, {"messages": reasoned})
+    assert trained(tok, turns) == [f"<think>so {name}</think>{name}<|im_end|>" for name in ("first", "second")]
+    assert "<think>" not in tok.decode(turns[1].prompt_ids)
+    assert "first" in tok.decode(turns[1].prompt_ids)
+
+
+def test_tools_are_described_and_their_calls_trained() -> None:
+    """As text, because this template knows no tools; results are context."""
+    tok = tokenizer()
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    turns = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "it is 4"},
+        {"role": "assistant", "content": "4"},
+    ]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    ((first, second),) = encoded(tok, {"messages": turns, "tools": [tool]})
+    assert '"name": "add", "parameters"' in tok.decode(first.prompt_ids)
+    assert '"name": "add", "arguments": {"a": 2}' in trained(tok, [first])[0]
+    assert trained(tok, [second]) == ["4<|im_end|>"]
+    assert "it is 4" in tok.decode(second.prompt_ids)
 
 
 def test_marks_of_the_template_say_what_is_trained() -> None:
