@@ -65,7 +65,7 @@ def measured(name: str) -> Family:
     row.errors = {each.check: each.error for each in verdict.findings}
     row.problems = {each.check: each.problem for each in verdict.findings if each.problem}
     served = checks.Served(name)
-    row.speculation = served.plan.layout.rolls_back
+    row.speculation = served.plan.layout.takes_drafts
     row.errors["8-bit keys and values"] = _quantized(served)
     row.rate, row.rate_of_mlx_lm = _rates(name)
     return row

@@ -71,7 +71,8 @@ class CostModel:
     `uneven`: seconds by which a unit is longer in which some rows have more tokens than others, because attention takes
     them in a call of its own. It is measured, and part of what drafts cost. `growth_scale` corrects that as
     `chunk_scale` corrects chunks: by how much longer units with drafts take than the others, so that a machine which
-    slows down does not make drafts dearer.
+    slows down does not make drafts dearer. `again`: the tokens of a wrong draft are computed once more in the next
+    unit, because recurrent states go back to the one before it.
     """
 
     fixed: float = 0.01
@@ -82,6 +83,7 @@ class CostModel:
     chunk_scale: float = 1.0
     steps: tuple[tuple[int, float], ...] = ()
     uneven: float = 0.0
+    again: bool = False
     growth_scale: float = 1.0
     _observed_at: float | None = None
     _drafted: float = 0.0  # running share of units with drafts

@@ -42,22 +42,15 @@ def sources_of(config: Config, base: SharedModelManager, has_head: bool = False)
     """
     speculation, draft = config.server.speculation, config.model.draft_model
     sources = _SOURCES[speculation] if draft is not None or has_head else _SOURCES[speculation] - {Source.MODEL}
-    if speculation is Speculation.AUTO and draft is None and not base.plan.layout.rolls_back:
-        _log.info("%s is served without speculation: its states cannot forget wrong guesses", base.card.name)
+    if not sources or base.plan.layout.takes_drafts:
+        return sources
+    if speculation is Speculation.AUTO and draft is None:
+        _log.info("%s is served without speculation: its caches cannot forget wrong guesses", base.card.name)
         return frozenset()
-    if not sources:
-        return frozenset()
-    _check_forgets(base, f"--speculation {speculation}")
-    return sources
-
-
-def _check_forgets(model: SharedModelManager, asked: str) -> None:
-    """Raises UnsupportedModelError if the model cannot forget wrong drafts. `asked`: the flag that needs it."""
-    if not model.plan.layout.rolls_back:
-        raise UnsupportedModelError(
-            f"{asked} needs models that can forget wrong guesses, and {model.card.name} ({model.family.name}) has "
-            "recurrent layers or caches of its own, whose state cannot be brought back; leave it out"
-        )
+    raise UnsupportedModelError(
+        f"--speculation {speculation} needs a model that can forget wrong guesses, and {base.card.name} "
+        f"({base.family.name}) has caches of its own, which cannot; leave it out"
+    )
 
 
 def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelManager | PredictionHead | None:
@@ -68,7 +61,7 @@ def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelMan
         ConfigError: it has another vocabulary, or there are several base models.
     """
     path = config.model.draft_model
-    if path is None and config.server.speculation is Speculation.AUTO and base.plan.layout.rolls_back:
+    if path is None and config.server.speculation is Speculation.AUTO and base.plan.layout.takes_drafts:
         return base.load_head()
     if path is None:
         return None
@@ -77,7 +70,11 @@ def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelMan
             f"--draft-model {path} guesses for one base model, and there are several; leave it out, or serve one"
         )
     draft = SharedModelManager(path, trust_remote_code=config.model.trust_remote_code, progress=False)
-    _check_forgets(draft, f"--draft-model {path}")
+    if not draft.plan.layout.rolls_back:
+        raise UnsupportedModelError(
+            f"--draft-model {path} needs a model that can forget its guesses at once, and {draft.family.name} has "
+            "recurrent layers or caches of its own, which cannot; name another one"
+        )
     if difference := _difference(base.tokenizer, draft.tokenizer):
         raise ConfigError(
             f"--draft-model {path} cannot guess tokens of {base.card.name}, because its vocabulary is another one: "

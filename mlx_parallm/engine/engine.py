@@ -45,9 +45,10 @@ from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.engine.speculate import Source, Speculator
 from mlx_parallm.engine.stats import UnitTrace, snapshot
 from mlx_parallm.engine.text import Vocabulary
-from mlx_parallm.engine.units import ForwardUnit, StagingUnit, TrainingUnit, Unit
+from mlx_parallm.engine.units import ForwardUnit, StagingUnit, TrainingUnit, Unit, UnitSpan
 from mlx_parallm.errors import AbortedError, ContextLengthError, InvalidRequestError
 from mlx_parallm.kv.disk import PrefixStore
+from mlx_parallm.kv.row import BEFORE_DRAFT
 from mlx_parallm.model.device import MemoryLimits
 
 
@@ -120,7 +121,7 @@ class Engine:
         self.counters = self.requests.counters
         self._disk = DiskPrefixes(parts.prefix_store, cache, self.memory.prefix_root) if parts.prefix_store else None
         self._trace = UnitTrace(parts.trace)
-        speculation = Speculator(parts.draft_sources, parts.draft_model, in_block=cache.tails is not None)
+        speculation = Speculator(parts.draft_sources, parts.draft_model, cache.layout)
         self._speculation = speculation if parts.draft_sources else None
         self._recovery = Recovery(self)
         self._in_flight: _InFlight | None = None
@@ -295,7 +296,7 @@ class Engine:
         for sequence, of_row in groupby(zip(launched.rows, samples, strict=True), key=itemgetter(0)):
             self._deliver(sequence, [sample for _, sample in of_row], ended.at)
         for span in ended.unit.spans:
-            self._after(span.row, span.stop)
+            self._after(span)
 
     def _deliver(self, sequence: Sequence, samples: Seq[SampledToken], now: float) -> None:
         """Gives a sequence its tokens, up to the first one that differs from the draft after which the next one was
@@ -321,13 +322,16 @@ class Engine:
         if drafted:
             sequence.count_again()
 
-    def _after(self, sequence: Sequence, computed: int) -> None:
-        """Registers the full blocks of a row, after the unit that brought it to `computed` tokens was read. Ends a
-        sequence whose prompt is computed and that samples no token. Does nothing if the sequence has ended or was
-        preempted meanwhile."""
+    def _after(self, span: UnitSpan) -> None:
+        """Registers the full blocks of a row, after the unit with this span of it was read, and brings its states back
+        to where its draft was wrong. Ends a sequence whose prompt is computed and that samples no token. Does nothing
+        if the sequence has ended or was preempted meanwhile."""
+        sequence = span.row
         if sequence.status in (SequenceStatus.PREFILLING, SequenceStatus.RUNNING):
+            if BEFORE_DRAFT in sequence.checkpoints:
+                self._cache.settle_draft(sequence, span.start, right=sequence.computed == span.stop)
             self.memory.keep(sequence)
-            if sequence.max_tokens == 0 and sequence.to_compute == 0 and sequence.computed == computed:
+            if sequence.max_tokens == 0 and sequence.to_compute == 0 and sequence.computed == span.stop:
                 self.requests.finish_prompt(sequence)
 
     # -- drafts ----------------------------------------------------------------------------------

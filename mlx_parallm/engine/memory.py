@@ -144,6 +144,10 @@ class PoolMemory:
         with Affecting([sequence.request]):
             return self._cache.extend(sequence, tokens)
 
+    def extend_by_draft(self, sequence: Sequence) -> bool:
+        """Makes room for the next token and the draft after it. Returns False when the budget is spent."""
+        return self.extend(sequence, sequence.length + sequence.drafted) and self._cache.keep_before_draft(sequence)
+
     def to_preempt(self, rows: list[Sequence], growing: Sequence) -> Sequence:
         """The row that gives way when `extend` found no room for all tokens of `growing`. `rows`: all live rows in
         order of admission."""

@@ -288,17 +288,17 @@ class RLAwareScheduler:
         chunks = self._next_chunks(prompts, bool(rows), followers) if prompts else []
         if not rows and not chunks:
             return None
-        spans = [UnitSpan(row, row.computed, 1 + row.drafted) for row in rows]
+        spans = [UnitSpan(row, row.computed - row.to_redo, row.to_redo + 1 + row.drafted) for row in rows]
         last_chunks = (chunk.row for chunk in chunks if chunk.tokens == chunk.row.pending)
         drafts = sum(row.drafted for row in rows)
-        growth = self.cost.growth(len(rows), len(rows) + drafts)
+        growth = self.cost.growth(len(rows), sum(span.tokens for span in spans))
         return ForwardUnit((*spans, *chunks), (*rows, *last_chunks), len(rows), self.gap.interrupted, drafts, growth)
 
     def _with_room(self, rows: list[Sequence]) -> list[Sequence]:
         """Makes room for a token in every row, and for its draft if there is memory, oldest first. Preempts rows if
         memory is short; returns the others."""
         for row in rows:
-            if row.drafted and not self._memory.extend(row, row.length + row.drafted):
+            if row.drafted and not self._memory.extend_by_draft(row):
                 row.drafted = 0
             while row.status is SequenceStatus.RUNNING and not self._memory.extend(row, row.length):
                 self.preempt(self._memory.to_preempt(self._rows, row))
@@ -346,7 +346,8 @@ class RLAwareScheduler:
         for span in unit.spans:
             span.row.started_at = span.row.started_at or now
             self._shares.charge(span.row, span.tokens)
-            span.row.advance(span.tokens)
+            span.row.advance(span.stop - span.row.computed)
+            span.row.to_redo = 0
         if unit.decodes:
             for prompt in prefilling(self._rows):
                 prompt.steps_waited += 1
@@ -368,7 +369,7 @@ class RLAwareScheduler:
         if unit.decodes and unit.chunks:
             chunks_s = sum(self.cost.chunk_seconds(chunk.work) for chunk in unit.chunks)
             prefill_s = seconds * min(chunks_s / self.cost.seconds(work, unit.tokens_sampled), 1.0)
-        if unit.drafts and not unit.chunks:
+        if unit.growth > 1.0 and not unit.chunks:
             rows = [span._replace(tokens=1) for span in work]
             self.cost.observe(rows, unit.decodes, seconds, now, unit.growth)
         else:

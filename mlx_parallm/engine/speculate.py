@@ -36,6 +36,7 @@ from mlx_parallm.engine.faults import Affecting
 from mlx_parallm.engine.sequence import Sequence, SequenceStatus
 from mlx_parallm.errors import GrammarError
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
+from mlx_parallm.model.layer_state import KVLayout
 
 if TYPE_CHECKING:
     from mlx_parallm.engine.draft_model import DraftModel
@@ -177,14 +178,15 @@ class Speculator:
     Args:
         sources: where drafts come from besides grammars.
         model: None if no draft model is used.
-        in_block: a sequence's draft ends where its block does, because blocks are quantized as they are left, and a
-            block that a wrong draft has left could not be written again.
+        layout: of the base model. If blocks are quantized as they are left, a draft ends where its block does, because
+            a block that a wrong draft has left could not be written again. With recurrent layers it ends before that,
+            because the state at the end of a block is kept for the prefix cache, and must be right.
     """
 
-    def __init__(self, sources: frozenset[Source], model: DraftModel | None, in_block: bool) -> None:
+    def __init__(self, sources: frozenset[Source], model: DraftModel | None, layout: KVLayout) -> None:
         self._sources = sources
         self._model = model
-        self._in_block = in_block
+        self._last = None if layout.rolls_back and layout.bits is None else BLOCK_TOKENS - 1 - (not layout.rolls_back)
         self._acceptance = dict(EXPECTED)
 
     def propose(self, live: Collection[Sequence]) -> None:
@@ -212,7 +214,7 @@ class Speculator:
             sequence.model_acceptance = drafter.acceptance[Source.MODEL]
 
     def _set(self, sequence: Sequence, drafter: Drafter, draft: Seq[int]) -> None:
-        most = BLOCK_TOKENS - 1 - sequence.computed % BLOCK_TOKENS if self._in_block else len(draft)
+        most = len(draft) if self._last is None else max(self._last - sequence.computed % BLOCK_TOKENS, 0)
         sequence.proposed, sequence.acceptance = draft[:most], drafter.acceptance[drafter.source]
 
     def worth_waiting(self, scheduler: RLAwareScheduler) -> bool:
@@ -315,28 +317,29 @@ def _best_drafts(
     """
     tokens = (token for row in drafting for token in _tokens(row, model is not None and _prefers_model(row)))
     in_turn = sorted(tokens, key=lambda token: (-token.probability, token.sequence.ahead))
-    most_probable = in_turn[: max(MOST_TOKENS - len(rows), 0)]
+    least = len(rows) + sum(row.to_redo for row in rows)
     advance, drafting_s, best, best_gain = float(len(rows)), 0.0, 0, 1.0
     spare = {row: row.ahead + _MOST_BEHIND * row.sampled for row in rows}  # the delay that each row can take
     in_pass: Counter[int] = Counter()  # rows in each pass of the draft model
-    for taken, token in enumerate(most_probable, 1):
+    for taken, token in enumerate(in_turn[: max(MOST_TOKENS - least, 0)], 1):
         advance += token.probability
+        spare[token.sequence] += token.probability
         if token.by_model and model is not None:
             before, in_pass[token.place] = in_pass[token.place], in_pass[token.place] + 1
             drafting_s += model.step_seconds(before + 1) - model.step_seconds(before)
-        spare[token.sequence] += token.probability
-        length = cost.growth(len(rows), len(rows) + taken) + drafting_s / cost.step_seconds(len(rows))
-        gain = advance / len(rows) / length
-        behind = length - 1.0 - min(spare.values())
-        if gain > best_gain and behind <= _BEHIND_FOR_GAIN * (gain - 1.0) ** 2:
+        delay = cost.growth(len(rows), least + taken) / cost.growth(len(rows), least) - 1.0
+        delay = (2 if cost.again else 1) * delay + drafting_s / cost.step_seconds(len(rows))
+        gain = advance / len(rows) / (1.0 + delay)
+        if gain > best_gain and delay - min(spare.values()) <= _BEHIND_FOR_GAIN * (gain - 1.0) ** 2:
             best, best_gain = taken, gain
-    return _Drafts(Counter(token.sequence for token in most_probable[:best]), best_gain)
+    return _Drafts(Counter(token.sequence for token in in_turn[:best]), best_gain)
 
 
 def _tokens(row: Sequence, by_model: bool) -> Iterator[_Token]:
     """The tokens that are proposed for a row, or those that the draft model would make. None is sampled after
     `max_tokens`."""
-    longest = min(LONGEST_DRAFT if by_model else len(row.proposed), row.max_tokens - row.sampled - 1)
+    proposed = LONGEST_DRAFT if by_model else len(row.proposed)
+    longest = min(proposed, LONGEST_DRAFT - row.to_redo, row.max_tokens - row.sampled - 1)
     acceptance = row.model_acceptance if by_model else row.acceptance
     return (_Token(acceptance**place, row, place, by_model) for place in range(1, longest + 1))
 

@@ -323,11 +323,11 @@ def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda:
     counts = _STEPS_ON_CPU if on_cpu() else _STEPS
     times = [_least(runner, check, [1] * rows, samples=[1] * rows) for rows in counts]
     steps = tuple(zip(counts, accumulate(times, max), strict=True))
-    if not runner.cache.layout.rolls_back:
+    if not runner.cache.layout.takes_drafts:
         return replace(cost, steps=steps)
     drafted = [2, *[1] * (_UNEVEN - 2)]
     uneven = _least(runner, check, drafted, samples=drafted) - dict(steps)[_UNEVEN]
-    return replace(cost, steps=steps, uneven=max(uneven, 0.0))
+    return replace(cost, steps=steps, uneven=max(uneven, 0.0), again=not runner.cache.layout.rolls_back)
 
 
 def _least(runner: BatchRunner, check: Check, chunks: Seq[int], context: int = 0, samples: Seq[int] = ()) -> float:

@@ -47,7 +47,8 @@ class ForwardUnit:
         decodes: the number of decode rows.
         drafts: draft tokens of decode rows that the unit computes and checks, besides the token of each row.
         delayed: staging or training ran since the last forward unit.
-        growth: how many times as long it takes as its decode rows would without drafts, as the cost model predicts it.
+        growth: how many times as long it takes as a token of each of its decode rows would, as the cost model predicts
+            it: because of drafts, and of tokens that are computed again after wrong ones.
     """
 
     spans: tuple[UnitSpan, ...]
@@ -59,7 +60,7 @@ class ForwardUnit:
 
     @property
     def rows(self) -> tuple[UnitSpan, ...]:
-        """The decode rows: one token of each, and its draft."""
+        """The decode rows: one token of each, its draft, and the tokens before it that its state is behind."""
         return self.spans[: self.decodes]
 
     @property

@@ -190,7 +190,7 @@ class LoRABatchedKVCache(KVMemory):
     def holds(self, row: KVRow, length: int) -> bool:
         """Whether `row` still has all that its token at position `length` reads: the blocks that it attends to, and the
         recurrent state before it."""
-        if self.states is not None and length != row.computed:
+        if self.states is not None and (length != row.computed or row.to_redo):
             return False
         length = self._kept(row, length)
         visible = [(first_visible(length, group.window), row.tables[group.number]) for group in self.groups]
@@ -397,6 +397,17 @@ class LoRABatchedKVCache(KVMemory):
         if self.keep_prefixes and self.checkpoints is not None:
             self.checkpoints.reserve(row, tokens)
 
+    def keep_before_draft(self, row: KVRow) -> bool:
+        """Makes ready for a pass with a draft, of which any token may be forgotten. Returns False if there is no memory
+        for that."""
+        return self.checkpoints is None or self.checkpoints.keep_before_draft(row)
+
+    def settle_draft(self, row: KVRow, start: int, right: bool) -> None:
+        """Call it after the pass, when `row.computed` counts only tokens that were right. `start`: how many the row's
+        state had before it. `right`: all of the draft was."""
+        if self.checkpoints is not None:
+            self.checkpoints.settle_draft(row, start, right)
+
     def take_over(self, row: KVRow, root: Hashable, ids: Sequence[int], *, counts: bool = False) -> Hashable:
         """Gives a row, which has not computed all of `ids`, the blocks that other rows have computed since.
 
@@ -476,7 +487,7 @@ class LoRABatchedKVCache(KVMemory):
             assert frozen * BLOCK_TOKENS <= row.computed
             assert len({len(table) for table in row.tables[: len(self.groups)]}) == 1
             assert row.computed <= len(row.tables[0]) * BLOCK_TOKENS
-            assert self.holds(row, row.computed)
+            assert row.to_redo or self.holds(row, row.computed)
             for group, table in zip(self.groups, row.tables, strict=False):
                 assert FREED not in table[table.count(FREED) :], "blocks are given back from the beginning"
                 assert all(group.allocator.is_private(block_id) for block_id in table[blocks_for(row.computed) :])

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mlx_parallm.kv.prefix import PrefixNode
 
+BEFORE_DRAFT = 0
+"""Takes the place of a number of blocks in `KVRow.checkpoints`."""
+
 
 @dataclass(eq=False)
 class KVRow:
@@ -21,7 +24,9 @@ class KVRow:
     model. `node`: the last block of the row that is registered in the prefix index.
 
     Of a model with recurrent layers, see `states`. `checkpoints`: the
-    ids of states after so many blocks that no node of the prefix index has got yet. `cuts`: the token counts at
+    ids of states after so many blocks that no node of the prefix index has got yet; under `BEFORE_DRAFT`, that of the
+    state before a draft. `to_redo`: how many of the computed tokens the next pass computes again, because the state
+    went back to that one. `cuts`: the token counts at
     which a chunk has to end, because a checkpoint is made there, in order. `prefix_keys`: for each of them a key, which
     is the same for rows that have the same tokens up to it. `tentative`: those of them whose checkpoints are tentative.
     `newest`: the node that got the row's last checkpoint beside those.
@@ -36,9 +41,10 @@ class KVRow:
     prefix_keys: Mapping[int, Hashable] = field(default_factory=dict)
     tentative: Set[int] = frozenset()
     newest: PrefixNode | None = None
+    to_redo: int = 0
 
     def reset(self, stores: int) -> None:
         """Makes this a row without tokens and blocks, with so many empty tables."""
         self.tables = [[] for _ in range(stores)]
-        self.computed, self.node = 0, None
+        self.computed, self.to_redo, self.node = 0, 0, None
         self.checkpoints, self.cuts, self.prefix_keys, self.tentative, self.newest = {}, (), {}, frozenset(), None

@@ -12,7 +12,9 @@ the batch is cut up.
     state of a row     after its last token; each forward pass replaces it
     checkpoint         after the last token of a block; a node of the prefix index has it, and new rows begin with it
 
-A state cannot be brought back to fewer tokens, so a cached prefix is of use only up to a block with a checkpoint.
+A state cannot be brought back to fewer tokens. So before a pass with a draft the row keeps its state, and goes back to
+it if the draft was wrong; the next pass computes the tokens again that were right. And a cached prefix is of use only
+up to a block with a checkpoint.
 Checkpoints are made by the forward pass that ends with the block. A state is large, so few blocks have one:
 
     the last full block of a prompt                    for the same prompt, and for the next turn of a conversation
@@ -41,7 +43,7 @@ import numpy as np
 from mlx_parallm.kv.arena import Bytes
 from mlx_parallm.kv.blocks import BLOCK_TOKENS, FREED
 from mlx_parallm.kv.prefix import PrefixNode
-from mlx_parallm.kv.row import KVRow
+from mlx_parallm.kv.row import BEFORE_DRAFT, KVRow
 from mlx_parallm.model.layer_state import OpaqueSpec, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -257,6 +259,24 @@ class StateCheckpoints:
             return
         if self._memory.make_room({self._states: 1}):
             (row.checkpoints[depth],) = self._states.allocator.allocate(1)
+
+    def keep_before_draft(self, row: KVRow) -> bool:
+        """Keeps the row's state, because the next pass has a draft. Returns False if there is no memory for it."""
+        if BEFORE_DRAFT not in row.checkpoints:
+            if not self._memory.make_room({self._states: 1}):
+                return False
+            (row.checkpoints[BEFORE_DRAFT],) = self._states.allocator.allocate(1)
+        self._states.arena.copy([self._states.block_of(row)], [row.checkpoints[BEFORE_DRAFT]])
+        return True
+
+    def settle_draft(self, row: KVRow, start: int, right: bool) -> None:
+        """Ends what `keep_before_draft` began. If not all of the draft was `right`, the row goes back to the state that
+        it had before the pass, after `start` tokens."""
+        kept = row.checkpoints.pop(BEFORE_DRAFT)
+        if not right:
+            self._states.arena.copy([kept], [self._states.block_of(row)])
+            row.to_redo = row.computed - start
+        self._states.allocator.release(kept)
 
     # -- nodes -----------------------------------------------------------------------------------
 

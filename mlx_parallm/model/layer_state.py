@@ -113,8 +113,13 @@ class KVLayout:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether the last tokens of a sequence can be forgotten. A state cannot be brought back."""
+        """Whether the last tokens of a sequence can be forgotten at once. A state cannot be brought back."""
         return not self.states
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether tokens of a sequence can be computed that may be wrong. A state can go back to one that was kept."""
+        return not self.opaque
 
     @property
     def stored(self) -> KVLayout:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from pathlib import Path
 
 import pytest
 from app.engines import answer, engine
-from harness import FixedCost, assert_same_tokens, solo
+from harness import FixedCost
 from heads import head_config, save_with_head
 from lora import layout_of, random_adapter
 from tiny import save_tiny, tiny_model
@@ -111,27 +110,15 @@ def test_a_draft_model_for_several_base_models_is_refused(folder: Path) -> None:
         drafting(folder, "auto", str(folder / "small"), **several).start()
 
 
-def test_a_model_that_cannot_forget_wrong_guesses_is_refused(folder: Path, tmp_path: Path) -> None:
-    """With auto and no draft model, nothing is guessed instead."""
+def test_a_draft_model_that_cannot_forget_its_guesses_is_refused(folder: Path, tmp_path: Path) -> None:
     save_tiny("mamba", tmp_path / "model")
-    for speculation, draft in (("ngram", None), ("draft", str(folder / "small")), ("auto", str(folder / "small"))):
-        with pytest.raises(UnsupportedModelError, match=f"--speculation {speculation} needs .* has recurrent"):
-            drafting(tmp_path, speculation, draft, adapters__adapter_dir=None).start()
     with pytest.raises(UnsupportedModelError, match=r"--draft-model .* has recurrent layers"):
         drafting(folder, "draft", str(tmp_path / "model")).start()
 
 
-@pytest.mark.parametrize("family", ["lfm2", "mamba"])
-async def test_rows_that_cannot_be_rolled_back_are_served_without_guesses(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = save_tiny(family, tmp_path / "model")
-    served = engine(tmp_path / "model", server__speculation="auto")
-    with caplog.at_level(logging.INFO, "mlx_parallm.engine.draft_loading"):
-        served.start()
-    try:
-        tokens, _ = await answer(served, REPEATED)
-    finally:
-        served.stop()
-    assert_same_tokens(tokens, solo(model, REPEATED, 8), 1e-5)
-    assert "model is served without speculation" in caplog.text
+async def test_drafts_for_a_model_with_recurrent_layers(folder: Path, tmp_path: Path) -> None:
+    save_tiny("lfm2", tmp_path / "model")
+    expected, _ = await guessed(drafting(tmp_path, "off", adapters__adapter_dir=None))
+    got, stats = await guessed(drafting(tmp_path, "auto", str(folder / "small"), adapters__adapter_dir=None))
+    assert got == expected
+    assert stats.draft_tokens_total > 0

@@ -120,7 +120,7 @@ def test_what_such_a_model_lacks_is_off_or_refused_with_the_reason(model: nn.Mod
     assert isinstance(end, RequestFinished)
     assert end.cached_tokens == 0
     layout = prepare(model).layout
-    assert not layout.rolls_back
+    assert not layout.takes_drafts
 
 
 def test_its_check_says_what_is_right_and_what_cannot_be_done() -> None:

@@ -58,6 +58,7 @@ def test_any_interleaving_with_aborts_and_preemption(world: World, data: st.Data
         max_rows=5,
         control_ids=data.draw(st.sampled_from([(), range(0, 256, 16)]), label="tokens that end messages"),
         lookahead=data.draw(st.booleans(), label="lookahead"),
+        speculates=data.draw(st.booleans(), label="speculates"),
     )
     aborted = set()
     for i, row in enumerate(world.rows):

@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from harness import Harness, assert_same_tokens, make_harness, solo
-from tiny import tiny_model
+from tiny import RECURRENT, stages, tiny_model
 from word_grammar import END, Words
 
 from mlx_parallm.core.requests import (
@@ -131,11 +131,25 @@ def test_texts_are_the_same_with_and_without_drafts(family: str, lookahead: bool
     assert_drafts_change_no_text(family, count, lookahead)
 
 
+@pytest.mark.parametrize(("family", "lookahead"), [*stages(RECURRENT, False), ("mamba", True)])
+def test_states_go_back_to_the_last_token_that_was_right(family: str, lookahead: bool) -> None:
+    assert_drafts_change_no_text(family, 20, lookahead, least=1)
+
+
 @pytest.mark.parametrize("count", [12, pytest.param(500, marks=HUNDREDS)])
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("text", [False, True], ids=["alone", "and texts"])
 def test_texts_are_the_same_with_and_without_a_draft_model(lookahead: bool, text: bool, count: int) -> None:
     assert_drafts_change_no_text("llama", count, lookahead, text, tiny_model("llama"), least=1)
+
+
+def test_a_draft_model_may_draft_for_one_with_recurrent_layers() -> None:
+    """It is wrong at almost every token, so states go back again and again."""
+    _, expected = answered("lfm2", 12, False, False, [b""])
+    drafted, got = answered("lfm2", 12, False, False, [b""], tiny_model("llama"))
+    for one, other in zip(got, expected, strict=True):
+        assert_same(one, other)
+    assert drafted.loop.counters.drafted["model"] > 12
 
 
 class FailingGuesses(Words):
@@ -205,9 +219,10 @@ def test_a_row_whose_last_tokens_are_read_before_its_next_unit_ends() -> None:
         assert isinstance(harness.terminal(name), RequestFinished)
 
 
-def test_what_a_row_with_drafts_leaves_in_the_prefix_cache_is_right() -> None:
-    """Tokens that were computed for a wrong guess are in no block that another prompt gets."""
-    rng, model = random.Random(1), tiny_model("llama")
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+def test_what_a_row_with_drafts_leaves_in_the_prefix_cache_is_right(family: str) -> None:
+    """Tokens that were computed for a wrong guess are in no block or state that another prompt gets."""
+    rng, model = random.Random(1), tiny_model(family)
     prompts = [repetitive(rng, rng.randint(50, 80)) for _ in range(4)]
     found = []
     for speculates in (False, True):

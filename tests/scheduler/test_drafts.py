@@ -13,7 +13,7 @@ CHEAP = CostModel(fixed=0.05, per_token=0.001, per_pair=0.0, per_sample=0.001)
 DEAR = CostModel(fixed=0.001, per_token=0.05, per_pair=0.0, per_sample=0.01)
 
 
-def row(acceptance: float, proposed: int = 8, max_tokens: int = 100, sampled: int = 1) -> Sequence:
+def row(acceptance: float, proposed: int = 7, max_tokens: int = 100, sampled: int = 1) -> Sequence:
     sequence = new_sequence([0] * (20 + sampled), max_tokens)
     sequence.prompt_length, sequence.sampled, sequence.computed = 20, sampled, 20 + sampled - 1
     sequence.proposed, sequence.acceptance = [1] * proposed, acceptance
@@ -28,15 +28,15 @@ def drafted(cost: CostModel, *rows: Sequence) -> list[int]:
 def test_the_better_the_tokens_the_longer_the_drafts() -> None:
     lengths = [drafted(CHEAP, row(acceptance))[0] for acceptance in (0.02, 0.3, 0.6, 0.9, 1.0)]
     assert lengths == sorted(lengths)
-    assert (lengths[0], lengths[-1]) == (0, 8)
-    assert 0 < lengths[2] < 8
+    assert (lengths[0], lengths[-1]) == (0, 7)
+    assert 0 < lengths[2] < 7
 
 
 def test_nothing_is_drafted_where_each_token_costs_a_pass() -> None:
     assert drafted(DEAR, row(0.9), row(0.9)) == [0, 0]
 
 
-@pytest.mark.parametrize(("max_tokens", "sampled", "most"), [(10, 9, 0), (10, 8, 1), (10, 1, 8), (3, 1, 1)])
+@pytest.mark.parametrize(("max_tokens", "sampled", "most"), [(10, 9, 0), (10, 8, 1), (10, 1, 7), (3, 1, 1)])
 def test_no_token_is_drafted_beyond_the_last_one(max_tokens: int, sampled: int, most: int) -> None:
     assert drafted(CHEAP, row(1.0, max_tokens=max_tokens, sampled=sampled)) == [most]
 
