@@ -296,5 +296,11 @@ def _trajectories(example: Example, answers: Sequence[Sequence[Encoded]], group:
         reward = 1.0 - place if pair else example.label
         for turn in turns:
             yield GivenTrajectory(
-                turn.prompt_ids, turn.completion_ids, reward, group, mask=turn.mask, episode_id=f"{group}-{place}"
+                turn.prompt_ids,
+                turn.completion_ids,
+                reward,
+                group,
+                mask=turn.mask,
+                episode_id=f"{group}-{place}",
+                owner="",
             )
