@@ -1,6 +1,6 @@
 """Measures what guessed tokens gain: two servers, with and without speculation, answer the same requests in turn.
 
-    python benchmarks/studies/speculation.py [--quick] [--repeats 3] [--only copying editing new json draft]
+    python benchmarks/studies/speculation.py [--quick] [--repeats 3] [--only copying editing new json draft head]
         [--out FILE]
 
 copying  a text is to be continued that was written twice before
@@ -8,6 +8,8 @@ editing  a letter is to be written again with other names in it, after three suc
 new      a chat about something new, which repeats little
 json     an object whose keys a JSON schema demands
 draft    a chat, for which the bundled model's own first layers guess; they were not trained for that, so without an aim
+head     text without meaning, for which a prediction head guesses that is right for 7 of 10 tokens (`programs.head`),
+         without an aim
 
 One row for each of them, and 8 and 16 rows for copying and new. All requests are greedy, with as many tokens on both
 sides. Compared are tokens per second of all rows together, and the texts: they must be equal, except after a token
@@ -32,8 +34,8 @@ from benchmarks.lib.peers import Peer, cancelled_by_sigterm, our_server
 from benchmarks.lib.prompts import short_prompts
 from benchmarks.lib.throughput import warm_up
 
-KINDS = ("copying", "editing", "new", "json", "draft")
-BATCHES = {"copying": (1, 8, 16), "editing": (1,), "new": (1, 8, 16), "json": (1,), "draft": (1,)}
+KINDS = ("copying", "editing", "new", "json", "draft", "head")
+BATCHES: dict[str, tuple[int, ...]] = dict.fromkeys(KINDS, (1,)) | {"copying": (1, 8, 16), "new": (1, 8, 16)}
 """Rows that are measured together, for each kind."""
 
 TOKENS, QUICK_TOKENS = 96, 32
@@ -132,6 +134,8 @@ async def _measure(arguments: argparse.Namespace) -> list[Point]:
     with tempfile.TemporaryDirectory(prefix="speculation_benchmark_") as name:
         if "draft" in arguments.only:
             subprocess.run([sys.executable, "-m", "benchmarks.lib.programs.drafts", name], check=True)
+        if "head" in arguments.only:
+            subprocess.run([sys.executable, "-m", "benchmarks.lib.programs.head", f"{name}/head"], check=True)
         for number, pair in enumerate(_pairs(Path(name))):
             points = [Point(kind, rows) for kind in pair.kinds if kind in arguments.only for rows in BATCHES[kind]]
             if points:
@@ -142,25 +146,28 @@ async def _measure(arguments: argparse.Namespace) -> list[Point]:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two servers that answer these kinds of requests, and the flags of the one with speculation."""
+    """Two servers that answer these kinds of requests, and the flags of the one with speculation. `model`: None means
+    the bundled one."""
 
     kinds: tuple[str, ...]
     on: tuple[str, ...]
+    model: Path | None = None
 
 
 def _pairs(folder: Path) -> list[Pair]:
-    """`folder`: what `programs.drafts` has written."""
+    """`folder`: what `programs.drafts` and `programs.head` have written."""
     return [
         Pair(("copying", "editing", "new", "json"), ("--speculation", "auto")),
         Pair(("draft",), ("--speculation", "draft", "--draft-model", str(folder / "first_layers"))),
+        Pair(("head",), ("--speculation", "auto"), folder / "head"),
     ]
 
 
 async def _measure_pair(pair: Pair, points: list[Point], logs: Path, tokens: int, repeats: int) -> None:
     both = ("--no-prefix-cache",)
     async with (
-        our_server(None, _folder(logs, "off"), (*both, "--speculation", "off")) as off,
-        our_server(None, _folder(logs, "on"), (*both, *pair.on)) as on,
+        our_server(pair.model, _folder(logs, "off"), (*both, "--speculation", "off")) as off,
+        our_server(pair.model, _folder(logs, "on"), (*both, *pair.on)) as on,
     ):
         for server in (off, on):
             await warm_up(server)
