@@ -58,7 +58,7 @@ def expected_draft(reference: Reference, tokens: list[int], start: int, count: i
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_5"])
 def test_drafts_are_those_of_the_formula(family: str, lookahead: bool, tmp_path: Path) -> None:
     """Of several rows, whose prompts are longer than a chunk, or than what is kept of hidden states."""
     reference, head = loaded(tmp_path, family)
@@ -79,8 +79,9 @@ def test_drafts_are_those_of_the_formula(family: str, lookahead: bool, tmp_path:
     assert harness.loop.draft_model.bytes_held == 0
 
 
-def test_a_head_that_is_right_saves_passes(tmp_path: Path) -> None:
-    reference, head = loaded(tmp_path, right=True)
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5"])
+def test_a_head_that_is_right_saves_passes(family: str, tmp_path: Path) -> None:
+    reference, head = loaded(tmp_path, family, right=True)
     harness = make_harness(reference.model, draft=head, lookahead=False)
     harness.submit("long", PROMPT, 40)
     harness.submit("short", PROMPT[:5], 40)
@@ -92,10 +93,10 @@ def test_a_head_that_is_right_saves_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("right", [False, True])
-@pytest.mark.parametrize("lookahead", [False, True])
-def test_texts_are_the_same_with_and_without_a_head(lookahead: bool, right: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "lookahead"), [("glm4_moe", False), ("glm4_moe", True), ("qwen3_5", False)])
+def test_texts_are_the_same_with_and_without_a_head(family: str, lookahead: bool, right: bool, tmp_path: Path) -> None:
     """Greedy and sampled, of several samples, with grammars and penalties, with adapters and without, in one batch."""
-    reference, head = loaded(tmp_path, right=right)
+    reference, head = loaded(tmp_path, family, right=right)
     weights = random_adapter(layout_of(reference.model), seed=3, size=0.03)
     found = []
     for draft in (None, head):
