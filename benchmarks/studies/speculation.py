@@ -12,10 +12,10 @@ draft    a chat, for which the bundled model's own first layers guess; they were
 head     text without meaning, for which a prediction head guesses that is right for 7 of 10 tokens (`programs.head`),
          without an aim
 
-One row for each of them, and 8 and 16 rows for copying and new. All requests are greedy, with as many tokens on both
-sides. Compared are tokens per second of all rows together, and the texts: they must be equal, except after a token
-whose two best candidates are closer than rounding. It takes about 20 minutes, 6 with --quick. Nothing else should run
-on the machine meanwhile.
+One row for each of them, and up to 16 rows for copying, editing and new. All requests are greedy, with as many tokens
+on both sides. Compared are tokens per second of all rows together, and the texts: they must be equal, except after a
+token whose two best candidates are closer than rounding. It takes about 20 minutes, 6 with --quick. Nothing else should
+run on the machine meanwhile.
 """
 
 import argparse

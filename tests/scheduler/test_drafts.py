@@ -60,9 +60,6 @@ def test_no_sequence_is_left_behind_for_a_small_gain() -> None:
     for each in slow:
         each.ahead = 0.5  # tokens that its own drafts gave it before
     assert drafted(THIRD, *fast, *slow) == [1, 1, 0, 0]
-    for each in slow:
-        each.ahead, each.sampled, each.max_tokens = 0.0, 40, 100
-    assert drafted(THIRD, *fast, *slow) == [1, 1, 0, 0], "after many steps it may wait for a unit"
 
 
 def test_the_more_all_gain_the_further_one_may_be_left_behind() -> None:
@@ -73,11 +70,13 @@ def test_the_more_all_gain_the_further_one_may_be_left_behind() -> None:
 
 
 def test_drafts_and_rows_stay_within_what_a_device_computes_at_once() -> None:
-    twenty = [row(0.9, sampled=30) for _ in range(20)]
-    assert sum(drafted(CHEAP, *twenty)) == 12
-    for each in twenty[:10]:
+    twenty = [row(0.9) for _ in range(20)]
+    for each in twenty:
         each.ahead = 1.0
-    assert drafted(CHEAP, *twenty)[10:] == [1] * 10, "those that got none go first"
+    assert sum(drafted(CHEAP, *twenty)) == 12
+    for each in twenty[10:]:
+        each.ahead = 0.5
+    assert drafted(CHEAP, *twenty)[10:] == [1] * 10, "those that got fewer go first"
     assert sum(drafted(CHEAP, *[row(1.0) for _ in range(40)])) == 0
 
 
