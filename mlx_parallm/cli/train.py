@@ -84,10 +84,11 @@ def train(args: argparse.Namespace) -> int:
     """Trains as the arguments say.
 
     Raises:
-        ConfigError: an argument or a setting is missing, or cannot be used.
+        ConfigError: an argument or a setting is missing, cannot be used, or is not heeded.
         ParaLLMError: the run failed; see `app.train.run`.
     """
     kind = train_file.kind_of(args)
+    train_file.check_flags(args, kind)
     resolved = _resolve(args, kind)
     if args.print_config:
         print(render(resolved), end="")

@@ -17,6 +17,8 @@ _ALGORITHMS = {"sft": "cross_entropy", "dpo": "dpo", "kto": "kto"}
 _RATES = {"sft": 1e-4, "dpo": 1e-5, "kto": 1e-5}
 """Learning rates where nobody gives one: ten times those that are usual without LoRA."""
 _RATE = "rl_training.optimizer.learning_rate"
+_OF_FILES = {"--epochs": "epochs", "--held-out-every": "held_out_every", "--patience": "patience"}
+_OF_ROLLOUTS = {"--warm-up": "warm_up"}
 _ROWS = "A JSONL, JSON, CSV, TSV or parquet file, or a data set of the hub"
 
 
@@ -93,6 +95,13 @@ def kind_of(args: argparse.Namespace) -> str | None:
     return given[0] if given else None
 
 
+def check_flags(args: argparse.Namespace, kind: str | None) -> None:
+    """Raises ConfigError: a flag is given that a run of this kind does not heed."""
+    others, where = (_OF_ROLLOUTS, "from rollouts") if kind else (_OF_FILES, "from a file, with --sft, --dpo or --kto")
+    if unheeded := [flag for flag, name in others.items() if getattr(args, name)]:
+        raise ConfigError(f"{unheeded[0]}: only a run that learns {where} heeds it; leave it out")
+
+
 def fixed(kind: str) -> Mapping[str, Setting]:
     """Settings that follow from the kind."""
     return {"rl_training.algorithm": Setting(_ALGORITHMS[kind], f"--{kind}")}
@@ -113,7 +122,7 @@ def _settings_of(init_from: Setting) -> Mapping[str, Setting]:
     try:
         made = trained_with(read_config(adapter_in(Path(str(init_from.value)).expanduser()), None))
     except AdapterFileError as error:
-        raise ConfigError(f"--init-from: {error}") from error
+        raise ConfigError(f"--init-from: {init_from.value}: {error}") from error
     found = {
         "model.lora_rank": made.rank,
         "model.lora_alpha": made.alpha,
@@ -131,9 +140,11 @@ def run_of(args: argparse.Namespace, kind: str, config: Config) -> tuple[Callabl
         ConfigError: the file or an argument cannot be used.
     """
     training = config.rl_training
-    if training.environment is not None or training.atropos_url is not None or config.cluster.wanted:
+    of_rollouts = (training.environment, training.reward, training.atropos_url)
+    if any(of_rollouts) or config.cluster.wanted:
         raise ConfigError(
-            f"--{kind}: a run learns from a file or from rollouts; leave --{kind} out, or what it excludes"
+            f"--{kind}: a run learns from a file or from rollouts; leave out --{kind}, or environment, "
+            "reward, Atropos and cluster"
         )
     if args.epochs is not None and args.steps is not None:
         raise ConfigError("--epochs: --steps says already how long the run is; give one of them")

@@ -87,7 +87,7 @@ def check_surrogates(value: object) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start].encode("ascii", "backslashreplace").decode()
-        raise ValueError(f"{half} is half of a surrogate pair, which is no character") from None
+        raise ValueError(f"{half} is half of a surrogate pair, which is no character: is it UTF-8?") from None
 
 
 class _TooLargeError(Exception):

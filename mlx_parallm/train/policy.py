@@ -233,7 +233,8 @@ class Policy:
                 f"{' (rsLoRA)' if snapshot.weights.rslora else ''} and targets "
                 f"{', '.join(snapshot.weights.targets)}; this server trains rank {lora.lora_rank}, alpha "
                 f"{lora.lora_alpha:g}{' (rsLoRA)' if lora.lora_rslora else ''} and "
-                f"{', '.join(sorted(lora.lora_target_modules))}: start the server with the adapter's own values"
+                f"{', '.join(sorted(lora.lora_target_modules))}: "
+                "give --lora-rank, --lora-alpha and --lora-target-modules the adapter's values"
             )
 
 

@@ -118,7 +118,11 @@ def test_arguments_reach_the_run(training):
         (["--sft", "a.jsonl", "--eval-every", "2"], "error: rl_training: evaluation.every: no tasks are held out"),
         (["--sft", "a.jsonl", "--held-out", "0.9"], "error: argument --held-out: must be a share of the rows"),
         (["--sft", "none.jsonl"], "error: --sft: none.jsonl cannot be read: No such file"),
-        ([*RUN, "--init-from", "none"], "error: --init-from: there is no adapter_config.json"),
+        ([*RUN, "--init-from", "none"], "error: --init-from: none: there is no adapter_config.json"),
+        (["--sft", "a.jsonl", "--warm-up", "3"], "error: --warm-up: only a run that learns from rollouts heeds it"),
+        (["--sft", "a.jsonl", "--reward", "r.py:f"], "error: --sft: a run learns from a file or from rollouts"),
+        ([*RUN, "--patience", "3"], "error: --patience: only a run that learns from a file, with --sft, --dpo"),
+        ([*RUN, "--epochs", "2"], "error: --epochs: only a run that learns from a file"),
         ([*RUN, "--mode", "sft"], "error: argument --mode: invalid choice: 'sft'"),
     ],
 )

@@ -80,7 +80,7 @@ class ExampleFile:
             example = self._read(number)
             if example is not None:
                 found = hashlib.blake2b(example.question.encode(errors="replace"), digest_size=8, key=key).digest()
-                self._digest.update(found)
+                self._digest.update(repr(example).encode(errors="replace"))
                 usable.append(number)
                 questions.append(int.from_bytes(found, "big"))
         self._check_usable(len(usable))
@@ -106,6 +106,8 @@ class ExampleFile:
 
     def _check_usable(self, usable: int) -> None:
         rows = len(self._rows)
+        if not rows:
+            raise ConfigError(f"{self._setting}: {self.name} has no rows; name a file that has some")
         if usable <= _LEAST_USABLE * rows:
             first = f"; {self.left_out[0]}" if self.left_out else ""
             raise ConfigError(f"{self._setting}: {usable} of the {rows} rows of {self.name} can be used{first}")
@@ -136,7 +138,7 @@ class ExampleFile:
 
     @property
     def digest(self) -> bytes:
-        """Of the questions of its usable rows."""
+        """Of its usable rows."""
         return self._digest.digest()
 
 
@@ -196,9 +198,10 @@ class TrainingData:
 
     @property
     def fingerprint(self) -> float:
-        """A number that changes with what decides which rows a step has."""
+        """A number that changes with the rows, and with what decides which of them a step has."""
         parts: list[Any] = [self.settings.kind.value, self.settings.batch_size, self.settings.seed]
-        digest = hashlib.blake2b(repr(parts).encode() + self.file.digest, digest_size=_NUMBER_BITS // 8)
+        files = self.file.digest + self.held_out_file.digest
+        digest = hashlib.blake2b(repr(parts).encode() + files, digest_size=_NUMBER_BITS // 8)
         digest.update(np.asarray(self.held_out, np.uint64).tobytes())
         return float(int.from_bytes(digest.digest(), "big"))
 

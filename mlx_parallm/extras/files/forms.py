@@ -170,7 +170,7 @@ def _preference(row: Mapping[str, Any], form: tuple[str, ...], tools: tuple[Tool
         shared = tuple(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return _checked(Example(shared, (chosen[len(shared) :], rejected[len(shared) :]), tools))
     if given is None:
-        raise ValueError("there is no prompt")
+        raise ValueError("there is no prompt, and the answers are no messages that begin with one")
     return _checked(Example(_part("prompt", given), (chosen, rejected), tools))
 
 

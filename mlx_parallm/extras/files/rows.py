@@ -84,11 +84,11 @@ def open_rows(name: str, setting: str) -> Rows:
             return _of_data_set(known, parts, setting)
         if parts:
             raise ConfigError(f"{setting}: {name} names a part of a data set: {DATASETS.missing}")
-    if path.suffix not in _TABLES and not path.is_file():
+    if path.suffix.lower() not in _TABLES and not path.is_file():
         path = find_file(name, setting) or path
     try:
         return _opened(path)
-    except (OSError, ValueError, csv.Error) as error:
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise ConfigError(f"{setting}: {path} cannot be read: {reason}") from error
 
@@ -96,13 +96,16 @@ def open_rows(name: str, setting: str) -> Rows:
 def _opened(path: Path) -> Rows:
     if path.is_dir():
         raise ValueError("it is a folder; name a file in it")
-    if path.suffix == ".parquet":
+    if path.exists() and not path.is_file():
+        raise ValueError("it is a pipe or a device, which can be read only once; save its rows as a file")
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
         return _spooled(_parquet(path))
     file = path.open("rb")
     start = file.read(1024)
     if start.startswith(_UTF16):
         raise ValueError("it is UTF-16; save it as UTF-8")
-    if (delimiter := _TABLES.get(path.suffix)) is not None:
+    if (delimiter := _TABLES.get(suffix)) is not None:
         lines = array("Q")
         return _spooled(_table(path, delimiter, lines), lines)
     if start.removeprefix(_BOM).lstrip()[:1] == b"[":
@@ -164,11 +167,13 @@ def _json_array(file: BinaryIO) -> Iterator[Any]:
 
 def _table(path: Path, delimiter: str, lines: array[int]) -> Iterator[dict[str, Any]]:
     """The rows of CSV, whose quoted fields may have line breaks. Notes in `lines` where each row begins. Bytes that are
-    not UTF-8 become halves of surrogate pairs, which `_object` refuses."""
+    not UTF-8 become halves of surrogate pairs, which `_object` refuses. Raises ValueError: it has another delimiter."""
     csv.field_size_limit(LONGEST_ROW)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
         reader = csv.reader(opened, delimiter=delimiter, strict=False)
         header = [name.strip() for name in next(reader, [])]
+        if len(header) == 1 and (others := sorted(set(";|\t,").intersection(header[0]))):
+            raise ValueError(f"its first line is separated by {others[0]!r}; save it with {delimiter!r}")
         before = reader.line_num
         for fields in reader:
             line, before = before + 1, reader.line_num

@@ -77,7 +77,7 @@ def test_a_file_whose_rows_are_of_another_form_is_refused(tmp_path: Path) -> Non
         ConfigError, match=r"--sft: 1 of the 21 rows of .* can be used; line 2 of .* is left out: it has"
     ):
         TrainingData(written(tmp_path, [*prompts(1), *[{"chosen": "a"}] * 20]))
-    with pytest.raises(ConfigError, match="0 of the 0 rows"):
+    with pytest.raises(ConfigError, match=r"rows.jsonl has no rows"):
         TrainingData(written(tmp_path, []))
 
 
@@ -87,4 +87,13 @@ def test_the_fingerprint_is_that_of_the_batches(tmp_path: Path) -> None:
     assert TrainingData(settings).fingerprint == first
     changed = [replace(settings, batch_size=5), replace(settings, seed=1), replace(settings, held_out=0.2)]
     changed.append(written(tmp_path, prompts(21), "more.jsonl"))
+    changed.append(written(tmp_path, [{**row, "completion": "other"} for row in prompts(20)], "answers.jsonl"))
     assert all(TrainingData(each).fingerprint != first for each in changed)
+
+
+def test_the_fingerprint_is_that_of_the_rows_that_are_held_out(tmp_path: Path) -> None:
+    def fingerprint(text: str) -> float:
+        held_out = written(tmp_path, [{"text": text}], "other.jsonl").name
+        return TrainingData(replace(written(tmp_path, prompts(3)), held_out=held_out)).fingerprint
+
+    assert fingerprint("a") == fingerprint("a") != fingerprint("b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -75,11 +76,27 @@ def test_a_json_array_and_parquet_have_rows_by_number(tmp_path: Path) -> None:
         ("a.jsonl", "{}\n".encode("utf-16"), "a.jsonl cannot be read: it is UTF-16; save it as UTF-8"),
         ("a.json", b"[1, 2", "a.json cannot be read"),
         ("a.parquet", b"PAR0", "a.parquet cannot be read"),
+        ("a.json", b"[" * 100_000, "a.json cannot be read: maximum recursion depth"),
+        ("a.csv", b"prompt;completion\na;b\n", "its first line is separated by ';'; save it with ','"),
+        ("A.TSV", b"prompt,completion\na,b\n", "its first line is separated by ','; save it with '\\\\t'"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=f"^--sft: .*{message}"):
         opened(tmp_path, name, content)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(ConfigError, match="it is a pipe or a device"):
+        open_rows(str(tmp_path / "a.jsonl"), "--sft")
+
+
+def test_bytes_that_are_not_utf8_cost_their_row(tmp_path: Path) -> None:
+    rows = opened(tmp_path, "A.CSV", b"prompt,completion\n\xe4,b\nc,d\n")
+    with pytest.raises(ValueError, match="is it UTF-8"):
+        rows.read(0)
+    assert rows.read(1) == {"prompt": "c", "completion": "d"}
 
 
 def test_a_data_set_has_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
