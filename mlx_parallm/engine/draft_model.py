@@ -22,7 +22,7 @@ from mlx_parallm.batch.runner import BatchRunner
 from mlx_parallm.batch.spans import Span, in_order
 from mlx_parallm.engine.budget import Chunk, CostModel
 from mlx_parallm.engine.sequence import Sequence
-from mlx_parallm.engine.speculate import LONGEST_DRAFT
+from mlx_parallm.engine.speculate import EXPECTED, LONGEST_DRAFT, Source
 from mlx_parallm.kv.row import KVRow
 
 _log = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ class DraftModel:
 
     Attributes:
         cost: predicts the seconds of its passes, and is corrected by those that they take.
+        expected: share of right tokens before its first draft.
 
     Args:
         runner: of the draft model, with a KV pool for draft rows only.
@@ -113,6 +114,8 @@ class DraftModel:
         vocab_size: width of the base model's logits. Wider logits of the draft model are cut.
         draft_vocab_size: width of the draft model's logits.
     """
+
+    expected = EXPECTED[Source.MODEL]
 
     def __init__(self, runner: BatchRunner, cost: CostModel, vocab_size: int, draft_vocab_size: int) -> None:
         self.cost = cost

@@ -133,9 +133,7 @@ class Drafter:
     def propose(self, grammar: GrammarState | None) -> Seq[int]:
         """The tokens that may come next, all of which the grammar allows; none if there is no draft."""
         if self.source is not Source.MODEL:
-            model, of_all = Source.MODEL, self._of_all
-            self.acceptance[model] += _UNUSED * (of_all[model] - self.acceptance[model])
-            of_all[model] += _UNUSED_OF_ALL * (EXPECTED[model] - of_all[model])
+            self.acceptance[Source.MODEL] += _UNUSED * (self._of_all[Source.MODEL] - self.acceptance[Source.MODEL])
         forced = () if grammar is None else grammar.forced()[:LONGEST_DRAFT]
         self.source = Source.GRAMMAR if forced else Source.TEXT
         draft = forced or (() if self._lookup is None else self._lookup.propose(LONGEST_DRAFT))
@@ -187,7 +185,8 @@ class Speculator:
         self._sources = sources
         self._model = model
         self._last = None if layout.rolls_back and layout.bits is None else BLOCK_TOKENS - 1 - (not layout.rolls_back)
-        self._acceptance = dict(EXPECTED)
+        self._expected_of_model = EXPECTED[Source.MODEL] if model is None else model.expected
+        self._acceptance = EXPECTED | {Source.MODEL: self._expected_of_model}
 
     def propose(self, live: Collection[Sequence]) -> None:
         """Sets what is `proposed` for each sequence that decodes, as far as it costs no pass: the tokens that may
@@ -207,7 +206,10 @@ class Speculator:
                     self._propose(sequence)
 
     def _propose(self, sequence: Sequence) -> None:
-        drafter = sequence.drafter = sequence.drafter or Drafter(sequence.tokens, self._sources, self._acceptance)
+        of_all = self._acceptance
+        drafter = sequence.drafter = sequence.drafter or Drafter(sequence.tokens, self._sources, of_all)
+        if drafter.source is not Source.MODEL:
+            of_all[Source.MODEL] += _UNUSED_OF_ALL * (self._expected_of_model - of_all[Source.MODEL])
         self._set(sequence, drafter, drafter.propose(sequence.sampling.grammar))
         forced = sequence.proposed and drafter.source is Source.GRAMMAR
         if self._model is not None and not forced and self._model.may_draft(sequence):
