@@ -6,8 +6,8 @@ batches, masks, order and AdamW, each side in a process of its own with one thre
 
 SFT learns from conversations of one to three sums, of which the assistant's messages are trained; the others from pairs
 that a rule makes, as in `beside_trl.py`. Loss: largest and last difference between the sides, step by step. Time and
-processor time: of an update, without the first. TRL's side needs an environment of its own, which uv makes. Kinds
-that are not run keep their results in the record.
+processor time: of an update, without the first; time only of runs that had a processor to themselves. TRL's side needs
+an environment of its own, which uv makes. Kinds that are not run keep their results in the record.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -43,7 +43,9 @@ MOST_UPDATES = 16
 SETTING = replace(Setting(), max_grad_norm=1e30)
 """mlx-lm does not limit gradients."""
 RATE = {FileKind.SFT: 3e-4, FileKind.DPO: 1e-4, FileKind.KTO: 1e-4}
-Row = Mapping[str, Any]
+ALONE = 1.2
+"""A run whose time is at most so many times its processor time had a processor to itself."""
+Row = Result = Mapping[str, Any]
 
 
 class Study:
@@ -174,7 +176,7 @@ def _plain(answer: str) -> str:
     return answer.removesuffix(END)
 
 
-def figures(results: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+def figures(results: Sequence[Result]) -> Iterator[Figure]:
     for kind, other in OTHER.items():
         sides = [(kind, side) for side in (OURS, other)]
         mine, theirs = ([one for one in results if (one["kind"], one["side"]) == side] for side in sides)
@@ -185,22 +187,47 @@ def figures(results: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
         name = f"{kind}, beside {other}"
         yield _figure(f"{name}: loss apart, largest of a step", "%", [max(each) for each in apart], APART)
         yield _figure(f"{name}: loss apart, last step", "%", [each[-1] for each in apart], APART)
-        for what, unit, of in (
-            ("time of an update", "s", lambda one: _per_update(one, "seconds")),
-            ("processor time of an update", "s", lambda one: _per_update(one, "processor")),
-            ("peak memory", "MB", lambda one: one["peak_mb"]),
-        ):
-            for side, values in ((OURS, [*map(of, mine)]), (other, [*map(of, theirs)])):
-                yield _figure(f"{kind}, {side}: {what}", unit, values)
-            ratio = ratios([*map(of, mine)], [*map(of, theirs)])
-            yield Figure(f"{name}: {what}, ratio", "x", ratio, ratio.median)
+        yield from _compared(f"{kind}", other, "processor time of an update", "s", _processor, mine, theirs)
+        yield from _compared(f"{kind}", other, "peak memory", "MB", lambda one: one["peak_mb"], mine, theirs)
+        alone = [pair for pair in zip(mine, theirs, strict=True) if all(map(_was_alone, pair))]
+        if alone:
+            first, second = zip(*alone, strict=True)
+            yield from _compared(f"{kind}", other, "time of an update", "s", _seconds, first, second)
 
 
-def _losses(result: Mapping[str, Any]) -> list[float]:
+def _compared(
+    kind: str,
+    other: str,
+    what: str,
+    unit: str,
+    of: Callable[[Result], float],
+    mine: Sequence[Result],
+    theirs: Sequence[Result],
+) -> Iterator[Figure]:
+    for side, results in ((OURS, mine), (other, theirs)):
+        yield _figure(f"{kind}, {side}: {what}", unit, [*map(of, results)])
+    ratio = ratios([*map(of, mine)], [*map(of, theirs)])
+    yield Figure(f"{kind}, {what}, of {other}'s", "x", ratio, ratio.median)
+
+
+def _was_alone(result: Result) -> bool:
+    """Whether other programs hardly took time of its processor."""
+    return _seconds(result) <= ALONE * _processor(result)
+
+
+def _seconds(result: Result) -> float:
+    return _per_update(result, "seconds")
+
+
+def _processor(result: Result) -> float:
+    return _per_update(result, "processor")
+
+
+def _losses(result: Result) -> list[float]:
     return [update["loss"] for update in result["updates"]]
 
 
-def _per_update(result: Mapping[str, Any], what: str) -> float:
+def _per_update(result: Result, what: str) -> float:
     ends = [update[what] for update in result["updates"]]
     return float((ends[-1] - ends[0]) / (len(ends) - 1))
 
