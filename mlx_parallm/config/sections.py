@@ -108,7 +108,8 @@ class AdaptersConfig(Section):
     allowed_adapter_roots: Annotated[Folders, Flag("--allowed-adapter-roots", "DIR,DIR", only=SERVE)] = ()
     """Folders, in addition to adapter_dir, from which requests may load adapters by path."""
     allowed_hub_adapters: Annotated[OptionalNames, Flag("--allowed-hub-adapters", "PATTERN,PATTERN", only=SERVE)] = ()
-    """Ids on the Hugging Face hub from which requests may load adapters, as patterns such as my-org/*. null means none.
+    """Ids on the Hugging Face hub from which requests may load adapters, as patterns such as my-org/*, or
+    my-org/*@v1 for revisions that are not the newest. null means none.
     They are downloaded with this process's token.
     """
     max_loras: Annotated[Integer, Flag("--max-loras", "VERSIONS")] = Field(default=8, ge=1)

@@ -38,7 +38,8 @@ class AllowedAdapters:
     """Downloads adapters whose ids the operator allows, one at a time. Any thread may use it.
 
     Args:
-        patterns: of ids without a revision, such as `org/*`; see `fnmatch`.
+        patterns: of ids, such as `org/*`; see `fnmatch`. One without `@` allows the newest revision alone: others
+            need not be their owner's, since on the hub anybody's pull request is a revision of a repository.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -47,8 +48,8 @@ class AllowedAdapters:
 
     def has(self, text: str) -> bool:
         """Whether a text is an id that is allowed."""
-        match = _ID.fullmatch(text)
-        return match is not None and any(fnmatchcase(match[1] + match[2], pattern) for pattern in self._patterns)
+        patterns = [pattern for pattern in self._patterns if ("@" in pattern) == ("@" in text)]
+        return _ID.fullmatch(text) is not None and any(fnmatchcase(text, pattern) for pattern in patterns)
 
     def download(self, text: str) -> Path:
         """The folder of the adapter with an id, which is downloaded unless the newest one is there. Without the hub,

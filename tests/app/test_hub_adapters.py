@@ -28,7 +28,7 @@ async def test_an_allowed_id_is_loaded_and_no_other(tmp_path: Path, monkeypatch:
     file, sent = key_file(tmp_path, boss="admin", asks="inference", acme=("train", {"adapters": ["acme*", "base"]}))
     config = configure(
         tmp_path / "model",
-        adapters__allowed_hub_adapters="org/*",
+        adapters__allowed_hub_adapters="org/*,org/*@v1",
         server__kv_cache_memory="16MB",
         server__keys_file=str(file),
     )
