@@ -183,6 +183,11 @@ def _parse_kv_bits(value: object) -> int | None:
     raise ValueError("must be 8 or 4, the bits for which keys and values can be quantized; null quantizes nothing")
 
 
+def _json_text(value: object) -> object:
+    """A mapping of a yaml file as JSON text, other values unchanged."""
+    return json.dumps(value, default=str) if isinstance(value, dict) else value
+
+
 def _check_variables(text: str) -> str:
     try:
         value = json.loads(text)
@@ -257,7 +262,7 @@ Selector = Annotated[str, AfterValidator(_check_selector)]
 Url = Annotated[str, AfterValidator(_check_url)]
 ApiKey = Annotated[SecretStr, AfterValidator(_check_api_key)]
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), PlainSerializer(exact_bytes)]
-JsonVariables = Annotated[str, AfterValidator(_check_variables)]
+JsonVariables = Annotated[str, BeforeValidator(_json_text), AfterValidator(_check_variables)]
 KVBits = Annotated[int | None, BeforeValidator(_parse_kv_bits)]
 AutoByteSize = Annotated[
     int | None,

@@ -31,6 +31,13 @@ def test_flag_wins_over_environment_over_yaml_over_default(yaml_file):
     }
 
 
+def test_template_variables_are_a_mapping_or_json(yaml_file):
+    for value in ("{enable_thinking: false}", "'{\"enable_thinking\": false}'"):
+        resolved = resolve({}, {}, yaml_file(f"model: {{chat_template_kwargs: {value}}}"))
+        assert resolved.config.model.chat_template_kwargs == '{"enable_thinking": false}'
+    assert "must be a JSON object of variables" in problems(file=yaml_file("model: {chat_template_kwargs: {1: 2}}"))[0]
+
+
 def test_sources_of_one_section_are_merged_key_by_key(yaml_file):
     file = yaml_file("server:\n  priority_ratios: {inference: 0.5}\nmodel:\n")
     resolved = resolve({}, {"MLX_PARALLM_SERVER__PRIORITY_RATIOS__TRAINING": "0.5"}, file)
