@@ -66,6 +66,13 @@ def _is_asked(turn: TemplateMessage) -> bool:
     return bool(turn["role"] != "assistant")
 
 
+def _is_silent(turn: TemplateMessage) -> bool:
+    """Whether it is a message of the assistant that says and calls nothing."""
+    return turn["role"] == "assistant" and not any(
+        turn.get(name) for name in ("content", "tool_calls", "reasoning_content")
+    )
+
+
 _FORMS: Mapping[FileKind, Sequence[tuple[str, ...]]] = {
     FileKind.SFT: (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"), ("text",)),
     FileKind.DPO: (("chosen", "rejected"), ("preferred_output", "non_preferred_output")),
@@ -127,9 +134,11 @@ def _imitated(row: Mapping[str, Any], form: tuple[str, ...], tools: tuple[Tool, 
                 if weight not in (None, 0, 1):
                     raise ValueError(f"weight must be 0 or 1, got {weight!r}")
             untrained = frozenset(at for at, weight in enumerate(weights) if weight == 0)
-            trained = (at for at, turn in enumerate(turns) if turn["role"] == "assistant" and at not in untrained)
+            trained = [at for at, turn in enumerate(turns) if turn["role"] == "assistant" and at not in untrained]
             if not any(trained):  # nothing comes before the first message, which is not trained
                 raise ValueError("no message of the assistant answers another one, so there is nothing to train")
+            if silent := [at for at in trained if at and _is_silent(turns[at])]:
+                raise ValueError(f'message {silent[0] + 1} is empty, and would be learnt; give it text, or "weight": 0')
             return Example("", (turns,), tools, untrained)
         case ("instruction", "output"):
             instruction, extra = _text("instruction", row["instruction"]), row.get("input") or ""
@@ -195,7 +204,7 @@ def _checked(example: Example) -> Example:
     for answer in answers:
         if not isinstance(answer, str) and not any(turn["role"] == "assistant" for turn in answer):
             raise ValueError("an answer has no message of the assistant")
-        if not answer:
+        if not answer or (not isinstance(answer, str) and any(map(_is_silent, answer))):
             raise ValueError("an answer is empty")
     return Example(prompt, answers, example.tools, example.untrained, example.label)
 

@@ -11,6 +11,7 @@ from mlx_parallm.extras.files.forms import Example, FileKind, read_example
 
 USER = {"role": "user", "content": "2+2?"}
 ANSWER = {"role": "assistant", "content": "4"}
+SILENT = {"role": "assistant", "content": None}
 WRONG = {"role": "assistant", "content": "5"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
@@ -29,6 +30,7 @@ def test_sft_takes_conversations_with_tools_and_weights() -> None:
     (answer,) = found.answers
     assert [turn["role"] for turn in answer] == ["system", "user", "assistant", "tool", "assistant"]
     assert answer[2]["tool_calls"] == [CALL]
+    assert sft(messages=[USER, {**SILENT, "weight": 0}, USER, ANSWER]).untrained == {1}
     assert sft(messages=json.dumps([USER, ANSWER])).answers == ((USER, ANSWER),)
 
 
@@ -77,6 +79,9 @@ def test_kto_takes_labels_as_files_write_them(label: object, value: float) -> No
         ("sft", {"messages": [ANSWER]}, "no message of the assistant answers"),
         ("sft", {"messages": [USER, {**ANSWER, "weight": 0}]}, "nothing to train"),
         ("sft", {"messages": [USER, {**ANSWER, "weight": 2}]}, "weight must be 0 or 1"),
+        ("sft", {"messages": [USER, ANSWER, USER, SILENT]}, "message 4 is empty, and would be learnt"),
+        ("sft", {"prompt": [USER], "completion": [SILENT]}, "an answer is empty"),
+        ("dpo", {"prompt": "a", "chosen": [ANSWER], "rejected": [SILENT]}, "an answer is empty"),
         ("sft", {"messages": [{"role": "robot", "content": "a"}]}, "each message needs a role"),
         ("sft", {"messages": [USER, ANSWER], "tools": [{"a": 1}]}, "each of tools must be"),
         ("sft", {"prompt": "a", "completion": "b", "": ["c"]}, "more fields than the header"),
