@@ -70,6 +70,12 @@ def column(file: Path, name: str) -> list[float]:
     return [line[name] for line in lines if name in line]
 
 
+def report_curve(report: Report, name: str, values: list[float]) -> None:
+    """Five points of it: those of the first and the last update, and between."""
+    for at in (round(part * (len(values) - 1)) for part in (0, 0.25, 0.5, 0.75, 1)):
+        report(f"{name} of update {at + 1}", values[at])
+
+
 @with_both
 def test_from_a_file_to_rewards_to_a_server(model: str, tmp_path: Path, reader: Reader, report: Report) -> None:
     (commands,) = recipe(1)
@@ -80,7 +86,7 @@ def test_from_a_file_to_rewards_to_a_server(model: str, tmp_path: Path, reader: 
     assert len(rewards) == 15
     if model == DEFAULT:
         report("recipe 1: loss of the last update on the file / of the first", losses[-1] / losses[0], limit=1.0)
-        report("recipe 1: reward of the first update", rewards[0])
+        report_curve(report, "recipe 1: reward", rewards)
         report("recipe 1: reward of the last three of 15", fmean(rewards[-3:]), limit=0.7, at_least=True)
         assert losses[-1] < losses[0]
         assert fmean(rewards[-3:]) >= 0.7, rewards
@@ -95,7 +101,7 @@ def test_an_environment_of_verifiers(model: str, tmp_path: Path, reader: Reader,
     assert len(rewards) == 12
     if model == DEFAULT:
         gain = fmean(rewards[-2:]) - rewards[0]
-        report("recipe 2: reward of the first update", rewards[0])
+        report_curve(report, "recipe 2: reward", rewards)
         report("recipe 2: gain of the last two of 12 updates", gain, limit=0.3, at_least=True)
         assert gain >= 0.3, rewards
 
