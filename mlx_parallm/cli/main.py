@@ -82,7 +82,7 @@ _COMMANDS = (
     ("training", "Watch and control the training of a running server.", later("training", "COMMANDS")),
     (
         "adapters",
-        "Manage the LoRA adapters of a running server; merge, convert or average adapters.",
+        "Manage the LoRA adapters of a running server; export or average adapters.",
         later("adapters", "COMMANDS"),
     ),
     ("forget", "Build an adapter anew without some of what it has learnt from.", later("forget", "forget")),

@@ -12,7 +12,6 @@ RECORDS = ROOT / "benchmarks" / "results"
 
 def test_figures_of_the_readme() -> None:
     serving, adapters, both = _figures("serving"), _figures("adapters"), _figures("serve_and_train")
-    (of_8b, *_) = (each for each in _record("fits")["table"] if each["base"].startswith("Qwen3 8B"))
     learning, turns, worst = _figures("learning"), _figures("prefix"), _figures("prefix", "high")
     second = [f"second turn against {other}, worst" for other in ("our first turn", "mlx_lm.server")]
     ratios = [serving[f"throughput against mlx_lm.server, {clients} clients"] for clients in (1, 8, 16, 32)]
@@ -32,9 +31,20 @@ def test_figures_of_the_readme() -> None:
             for mode in ("RL", "priority")
         ),
         " → ".join(f"{learning[f'sentiment, seed 0: held-out reward {when}']:.2f}" for when in ("before", "after")),
-        f"{of_8b['adapter'] / 1e6:.0f} MB",
     ]
     assert [figure for _, figure, _ in table_of("README.md", "| what | figure | benchmark |")] == expected
+
+
+def test_figures_of_the_recipes() -> None:
+    """Those of the default model."""
+    found = _figures("rl_programs")
+    first, second, _ = table_of(
+        "README.md", next(each for each in lines_of("README.md") if each.startswith("| recipe |"))
+    )
+    loss = found["recipe 1: loss of the last update on the file / of the first"]
+    ends = [found[f"recipe {number}: reward of update {at}"] for number, last in ((1, 15), (2, 20)) for at in (1, last)]
+    assert first[2].startswith(f"the file: loss to {loss:.2f}x; 15 updates: reward {ends[0]:.2f} → {ends[1]:.2f}")
+    assert second[2].startswith(f"20 updates: reward {ends[2]:.2f} → {ends[3]:.2f}")
 
 
 def test_page_of_models_shows_every_family() -> None:
