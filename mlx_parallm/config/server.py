@@ -132,7 +132,7 @@ class ServerConfig(Section):
     """Largest number of sequences in the running batch."""
     max_batched_tokens: Annotated[Integer, Flag("--max-batched-tokens", "TOKENS")] = Field(default=2048, ge=1)
     """Largest number of prompt tokens that one unit of device work computes. The scheduler may choose fewer."""
-    speculation: Annotated[Speculation, Flag("--speculation", "auto|ngram|draft|off")] = Speculation.OFF
+    speculation: Annotated[Speculation, Flag("--speculation", "auto|ngram|draft|off")] = Speculation.AUTO
     """Where the guessed tokens come from that a forward pass computes besides the next one of each sequence, to keep
     those that are right. The texts are the same. ngram: what followed the same words earlier in the prompt or the
     answer. draft: what draft_model says. auto: both; without a draft_model, what the model's own prediction head says,

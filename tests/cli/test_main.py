@@ -109,7 +109,7 @@ VALUES = {
     "server.kv_bits": "4",
     "server.priority_ratios.inference": "0.5",
     "server.priority_ratios.training": "0.5",
-    "server.speculation": "auto",
+    "server.speculation": "off",
     "server.trusted_proxies": "127.0.0.1",
 }
 """Values of the settings that do not take what `another_value` returns."""
