@@ -54,7 +54,7 @@ def launch(folder: Path, agent: str, *flags: str, **plan: object) -> subprocess.
 def runs(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health").is_success
-    except httpx.ConnectError:
+    except httpx.NetworkError:  # a server that is killed resets the connection
         return False
 
 

@@ -175,7 +175,8 @@ def _filled_bank(model: nn.Module, dtype: mx.Dtype) -> AdapterBank:
         specs = [spec for spec in group.specs.values() if spec.path in bank.layout.linears and not spec.experts]
         if not specs:  # those of the head, or of experts
             continue
-        group.written = set(range(1, SLOTS + 1))
+        group.written = dict.fromkeys(range(1, SLOTS + 1), RANK)
+        group.rank = RANK
         group.add_places(spec.path for spec in specs)
         a = specs[0].in_features, len(specs) * RANK
         group.a = placeholder((SLOTS + 1, *a), dtype, Kind.ADAPTERS)
