@@ -317,16 +317,20 @@ def calibrate(runner: BatchRunner, check: Check = lambda: None) -> CostModel:
 
 def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda: None) -> CostModel:
     """Measures units of a token of each of a few rows too, and one in which a row has a draft, in about a second on
-    such a CPU."""
+    such a CPU. Nothing is measured if there is no memory for these rows."""
     if runner.cache.longest_row < MOST_TOKENS * BLOCK_TOKENS:
         return cost
     counts = _STEPS_ON_CPU if on_cpu() else _STEPS
-    times = [_least(runner, check, [1] * rows, samples=[1] * rows) for rows in counts]
+    drafted = [2, *[1] * (_UNEVEN - 2)]
+    try:
+        times = [_least(runner, check, [1] * rows, samples=[1] * rows) for rows in counts]
+        with_draft = _least(runner, check, drafted, samples=drafted) if runner.cache.layout.takes_drafts else 0.0
+    except MemoryError:  # sequences of another base model have it, and this model must load all the same
+        return cost
     steps = tuple(zip(counts, accumulate(times, max), strict=True))
     if not runner.cache.layout.takes_drafts:
         return replace(cost, steps=steps)
-    drafted = [2, *[1] * (_UNEVEN - 2)]
-    uneven = _least(runner, check, drafted, samples=drafted) - dict(steps)[_UNEVEN]
+    uneven = with_draft - dict(steps)[_UNEVEN]
     return replace(cost, steps=steps, uneven=max(uneven, 0.0), again=not runner.cache.layout.rolls_back)
 
 
