@@ -97,7 +97,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
     """A running stream finishes, then the process ends with 0. Every unit of device work is in the debug trace."""
     save_tiny("llama", tmp_path)
     trace = tmp_path / "trace.json"
-    running = start("--model-path", str(tmp_path), "--debug-trace", str(trace))
+    running = start("--model-path", str(tmp_path), "--debug-trace", str(trace), "--speculation", "off")
     try:
         stream = running.client().completions.create(
             model="base", prompt="Hello", max_tokens=600, temperature=0, stream=True, extra_body={"ignore_eos": True}
