@@ -1,6 +1,6 @@
-"""Measures what guessed tokens gain: two servers, with and without speculation, answer the same requests in turn.
+"""Measures what drafted tokens gain: two servers, with and without speculation, answer the same requests in turn.
 
-    python benchmarks/studies/speculation.py [--quick] [--repeats 3] [--only copying editing new json draft head]
+    python benchmarks/studies/speculation.py [--quick] [--repeats 3] [--only copying editing new same json draft head]
         [--out FILE]
 
 copying  a text is to be continued that was written twice before
@@ -8,8 +8,8 @@ editing  a letter is to be written again with other names in it, after three suc
 new      a chat about something new, which repeats little
 json     an object whose keys a JSON schema demands
 same     as new, and neither server speculates: how far two equal servers differ
-draft    a chat, for which the bundled model's own first layers guess; they were not trained for that, so without an aim
-head     text without meaning, for which a prediction head guesses that is right for 7 of 10 tokens (`programs.head`),
+draft    a chat, for which the bundled model's own first layers draft; they were not trained for that, so without an aim
+head     text without meaning, for which a prediction head drafts that is right for 7 of 10 tokens (`programs.head`),
          without an aim
 
 One row for each of them, and up to 16 rows for copying, editing and new. All requests are greedy, with as many tokens
@@ -84,11 +84,11 @@ SCHEMA = {
 @dataclass(slots=True)
 class Side:
     """One server at one point: tokens per second in each repeat, and per second of its processor time, which other
-    programs change less; and its guessed tokens: computed, and right."""
+    programs change less; and its drafted tokens: computed, and right."""
 
     rates: list[float] = field(default_factory=list)
     of_processor: list[float] = field(default_factory=list)
-    guessed: int = 0
+    drafted: int = 0
     right: int = 0
     errors: list[str] = field(default_factory=list)
 
@@ -128,11 +128,11 @@ def _figures(point: Point) -> Iterator[Figure]:
     gain = ratios(point.on.rates, point.off.rates)
     of_processor = ratios(point.on.of_processor, point.off.of_processor)
     least = LEAST.get(point.kind) if point.rows == 1 or point.kind == "same" else NEVER_BELOW
-    guessed, right = point.on.guessed / point.tokens, point.on.right / max(point.on.guessed, 1)
+    drafted, right = point.on.drafted / point.tokens, point.on.right / max(point.on.drafted, 1)
     yield Figure(f"{name}: without speculation", "tok/s", *reported(point.off.rates))
     yield Figure(f"{name}: gain", "x", gain, gain.median)
     yield Figure(f"{name}: gain in processor time", "x", of_processor, of_processor.median, least, at_least=True)
-    yield Figure(f"{name}: guessed tokens computed per token", "", *reported([guessed]))
+    yield Figure(f"{name}: drafted tokens computed per token", "", *reported([drafted]))
     yield Figure(f"{name}: share of them that was right", "", *reported([right]))
     yield Figure(f"{name}: texts that differ", "", *reported([point.different]))
     yield errors(f"{name}: errors", len(point.off.errors) + len(point.on.errors))
@@ -208,7 +208,7 @@ async def _answers(server: Peer, side: Side, bodies: list[Body], point: Point) -
         after, cpu = await _counts(server), machine.processor_seconds(server.process.pid) - cpu
     side.rates.append(load.rate)
     side.of_processor.append(load.tokens / cpu)
-    side.guessed += after[0] - before[0]
+    side.drafted += after[0] - before[0]
     side.right += after[1] - before[1]
     side.errors += load.errors
     point.tokens += load.tokens if side is point.on else 0
@@ -221,12 +221,12 @@ async def _answers(server: Peer, side: Side, bodies: list[Body], point: Point) -
 
 
 async def _counts(server: Peer) -> tuple[int, int]:
-    """The guessed tokens that the server has computed so far, and those that were right."""
+    """The drafted tokens that the server has computed so far, and those that were right."""
     lines = (line.rsplit(" ", 1) for line in (await get(server.port, "/metrics")).decode().splitlines() if " " in line)
     values = {name.split("{")[0]: value for name, value in lines}
     prefix = "mlx_parallm_spec_decode_num_"
-    guessed, right = (int(float(values[f"{prefix}{name}_tokens_total"])) for name in ("draft", "accepted"))
-    return guessed, right
+    drafted, right = (int(float(values[f"{prefix}{name}_tokens_total"])) for name in ("draft", "accepted"))
+    return drafted, right
 
 
 def _body(kind: str, number: int, repeat: int, tokens: int) -> Body:

@@ -190,7 +190,7 @@ def _speculation(config: Config, settings: Mapping[str, Setting]) -> Iterator[st
     """A draft model and the kind of speculation that uses it are given together."""
     path, speculation, draft = "server.speculation", config.server.speculation, config.model.draft_model
     if speculation is Speculation.DRAFT and draft is None:
-        need = "draft needs a model that guesses; add --draft-model, or use --speculation ngram"
+        need = "draft needs a draft model; add --draft-model, or use --speculation ngram"
         yield f"{path}: {need} {_origin(settings, path)}"
     if draft is not None and speculation in (Speculation.NGRAM, Speculation.OFF):
         need = f"the draft model is not used with --speculation {speculation}; add --speculation auto or draft"

@@ -52,7 +52,7 @@ class ModelConfig(Section):
     flag --model-path, with several values, sets base_model_path to the first of them and this to the others.
     """
     draft_model: Annotated[Text | None, Flag("--draft-model", "DIR_OR_HUB_ID")] = None
-    """Smaller model with the same vocabulary that guesses tokens for server.speculation: a directory or hub id. null
+    """Smaller model with the same vocabulary that drafts tokens for server.speculation: a directory or hub id. null
     means none.
     """
     idle_unload: Annotated[Number | None, Flag("--idle-unload", "SECONDS", only=SERVE)] = Field(default=None, gt=0)

@@ -71,7 +71,7 @@ class TrafficClass(StrEnum):
 
 
 class Speculation(StrEnum):
-    """Where guessed tokens come from, which are computed besides the next one of each sequence."""
+    """Where drafted tokens come from, which are computed besides the next one of each sequence."""
 
     AUTO = "auto"
     NGRAM = "ngram"
@@ -133,10 +133,10 @@ class ServerConfig(Section):
     max_batched_tokens: Annotated[Integer, Flag("--max-batched-tokens", "TOKENS")] = Field(default=2048, ge=1)
     """Largest number of prompt tokens that one unit of device work computes. The scheduler may choose fewer."""
     speculation: Annotated[Speculation, Flag("--speculation", "auto|ngram|draft|off")] = Speculation.AUTO
-    """Where the guessed tokens come from that a forward pass computes besides the next one of each sequence, to keep
+    """Where the drafted tokens come from that a forward pass computes besides the next one of each sequence, to keep
     those that are right. The texts are the same. ngram: what followed the same words earlier in the prompt or the
     answer. draft: what draft_model says. auto: both; without a draft_model, what the model's own prediction head says,
-    if its checkpoint has one. All of them also guess what a grammar demands, and compute guesses only where answers
+    if its checkpoint has one. All of them also draft what a grammar demands, and compute drafts only where answers
     should come faster so. off: one token of each sequence at a time.
     """
     max_queued: Annotated[Integer, Flag("--max-queued", "SEQUENCES", only=SERVE)] = Field(default=512, ge=1)

@@ -45,10 +45,10 @@ def sources_of(config: Config, base: SharedModelManager, has_head: bool = False)
     if not sources or base.plan.layout.takes_drafts:
         return sources
     if speculation is Speculation.AUTO and draft is None:
-        _log.info("%s is served without speculation: its caches cannot forget wrong guesses", base.card.name)
+        _log.info("%s is served without speculation: its caches cannot forget wrong drafts", base.card.name)
         return frozenset()
     raise UnsupportedModelError(
-        f"--speculation {speculation} needs a model that can forget wrong guesses, and {base.card.name} "
+        f"--speculation {speculation} needs a model that can forget wrong drafts, and {base.card.name} "
         f"({base.family.name}) has caches of its own, which cannot; leave it out"
     )
 
@@ -67,17 +67,17 @@ def load_draft_model(base: SharedModelManager, config: Config) -> SharedModelMan
         return None
     if config.model.other_base_models:
         raise ConfigError(
-            f"--draft-model {path} guesses for one base model, and there are several; leave it out, or serve one"
+            f"--draft-model {path} drafts for one base model, and there are several; leave it out, or serve one"
         )
     draft = SharedModelManager(path, trust_remote_code=config.model.trust_remote_code, progress=False)
     if not draft.plan.layout.rolls_back:
         raise UnsupportedModelError(
-            f"--draft-model {path} needs a model that can forget its guesses at once, and {draft.family.name} has "
+            f"--draft-model {path} needs a model that can forget its drafts at once, and {draft.family.name} has "
             "recurrent layers or caches of its own, which cannot; name another one"
         )
     if difference := _difference(base.tokenizer, draft.tokenizer):
         raise ConfigError(
-            f"--draft-model {path} cannot guess tokens of {base.card.name}, because its vocabulary is another one: "
+            f"--draft-model {path} cannot draft tokens of {base.card.name}, because its vocabulary is another one: "
             f"{difference}; name a smaller model of the same family"
         )
     return draft

@@ -328,8 +328,6 @@ def calibrate_steps(runner: BatchRunner, cost: CostModel, check: Check = lambda:
     except MemoryError:  # sequences of another base model have it, and this model must load all the same
         return cost
     steps = tuple(zip(counts, accumulate(times, max), strict=True))
-    if not runner.cache.layout.takes_drafts:
-        return replace(cost, steps=steps)
     uneven = with_draft - dict(steps)[_UNEVEN]
     return replace(cost, steps=steps, uneven=max(uneven, 0.0), again=not runner.cache.layout.rolls_back)
 

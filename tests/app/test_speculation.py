@@ -83,7 +83,7 @@ async def test_auto_uses_the_head_of_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("speculation", "draft", "message"),
     [
-        ("draft", None, "server.speculation: draft needs a model that guesses; add --draft-model"),
+        ("draft", None, "server.speculation: draft needs a draft model; add --draft-model"),
         ("ngram", "small", "model.draft_model: the draft model is not used with --speculation ngram"),
         ("off", "small", "add --speculation auto or draft"),
         ("guess", None, "server.speculation: must be 'auto', 'ngram', 'draft' or 'off'"),
@@ -106,7 +106,7 @@ def test_a_draft_model_with_another_vocabulary_is_refused(folder: Path, tmp_path
 
 def test_a_draft_model_for_several_base_models_is_refused(folder: Path) -> None:
     several = {"model__other_base_models": (str(folder / "small"),)}
-    with pytest.raises(ConfigError, match="guesses for one base model, and there are several"):
+    with pytest.raises(ConfigError, match="drafts for one base model, and there are several"):
         drafting(folder, "auto", str(folder / "small"), **several).start()
 
 

@@ -19,7 +19,7 @@ LAYERS = 6
 
 def write_first_layers(folder: Path, layers: int = LAYERS) -> None:
     """Writes the bundled model without its later layers, in its own quantization. It was not trained to end so early,
-    so it guesses badly."""
+    so it drafts badly."""
     model, tokenizer, config = load_bundled(dequantize=False)
     model.model.layers = model.model.layers[:layers]
     save_model(folder, model)

@@ -4,7 +4,7 @@
 
 No released checkpoint with a head fits here, and the bundled model has none. So the file has the format of GLM-4.5, and
 its layers add nothing to their input: each token is followed by another one, whatever came before, in an order without
-repetition. The head's projection is the identity with noise, as much as leaves the wanted share of its guesses right.
+repetition. The head's projection is the identity with noise, as much as leaves the wanted share of its drafts right.
 All products are as large as the bundled model's.
 """
 
@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_parallm.model.bundled import load_bundled
 
 SHARE = 0.7
-"""Of guesses that are right. Published figures for one token are 0.6 to 0.85."""
+"""Of drafts that are right. Published figures for one token are 0.6 to 0.85."""
 
 _SAMPLE = 400
 """Tokens with which the noise is chosen."""
