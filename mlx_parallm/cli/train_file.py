@@ -17,8 +17,8 @@ _ALGORITHMS = {"sft": "cross_entropy", "dpo": "dpo", "kto": "kto"}
 _RATES = {"sft": 1e-4, "dpo": 1e-5, "kto": 1e-5}
 """Learning rates where nobody gives one: ten times those that are usual without LoRA."""
 _RATE = "rl_training.optimizer.learning_rate"
-_OF_FILES = {"--epochs": "epochs", "--held-out-every": "held_out_every", "--patience": "patience"}
-_OF_ROLLOUTS = {"--warm-up": "warm_up"}
+_OF_FILES = ("batch_size", "epochs", "held_out", "held_out_every", "patience", "max_length", "long_rows")
+"""What only a run on a file heeds. Nobody has given what is None; the defaults are those of the run."""
 _ROWS = "A JSONL, JSON, CSV, TSV or parquet file, or a data set of the hub"
 
 
@@ -40,9 +40,8 @@ FILE_FLAGS = group(
     argument(
         "--batch-size",
         type=at_least(1),
-        default=8,
         metavar="ROWS",
-        help="Most rows of an update. Default: %(default)s.",
+        help="Most rows of an update. Default: 8.",
     ),
     argument(
         "--epochs",
@@ -53,10 +52,9 @@ FILE_FLAGS = group(
     argument(
         "--held-out",
         type=_share_or_file,
-        default=0.05,
         metavar="SHARE_OR_FILE",
         help="Rows that are not trained on: a share of the file, at most 200 rows, or another file. 0: none. "
-        "Default: %(default)s.",
+        "Default: 0.05.",
     ),
     argument(
         "--held-out-every",
@@ -74,15 +72,13 @@ FILE_FLAGS = group(
     argument(
         "--max-length",
         type=at_least(2),
-        default=2048,
         metavar="TOKENS",
-        help="Most tokens of a row. Default: %(default)s.",
+        help="Most tokens of a row. Default: 2048.",
     ),
     argument(
         "--long-rows",
         choices=("leave-out", "cut"),
-        default="leave-out",
-        help="What becomes of rows that are longer: left out, or cut off at the end. Default: %(default)s.",
+        help="What becomes of rows that are longer: left out, or cut off at the end. Default: leave-out.",
     ),
 )
 
@@ -97,9 +93,13 @@ def kind_of(args: argparse.Namespace) -> str | None:
 
 def check_flags(args: argparse.Namespace, kind: str | None) -> None:
     """Raises ConfigError: a flag is given that a run of this kind does not heed."""
-    others, where = (_OF_ROLLOUTS, "from rollouts") if kind else (_OF_FILES, "from a file, with --sft, --dpo or --kto")
-    if unheeded := [flag for flag, name in others.items() if getattr(args, name)]:
-        raise ConfigError(f"{unheeded[0]}: only a run that learns {where} heeds it; leave it out")
+    if kind and args.warm_up:
+        raise ConfigError("--warm-up: only a run that learns from rollouts heeds it; leave it out")
+    if not kind and (unheeded := [name for name in _OF_FILES if getattr(args, name) is not None]):
+        flag = unheeded[0].replace("_", "-")
+        raise ConfigError(
+            f"--{flag}: only a run that learns from a file, with --sft, --dpo or --kto, heeds it; leave it out"
+        )
 
 
 def fixed(kind: str) -> Mapping[str, Setting]:
@@ -133,6 +133,11 @@ def _settings_of(init_from: Setting) -> Mapping[str, Setting]:
     return {key: Setting(value, init_from.source) for key, value in found.items()}
 
 
+def _given(**values: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def run_of(args: argparse.Namespace, kind: str, config: Config) -> tuple[Callable[..., Any], int]:
     """What makes the run, and its number of steps. Reads the file once.
 
@@ -150,11 +155,12 @@ def run_of(args: argparse.Namespace, kind: str, config: Config) -> tuple[Callabl
         raise ConfigError("--epochs: --steps says already how long the run is; give one of them")
     data, run = needed("files.data", f"--{kind}"), needed("files.run", f"--{kind}")
     kinds = needed("files.forms", f"--{kind}").FileKind
-    settings = data.FileSettings(
-        kinds(kind), getattr(args, kind), args.held_out, args.batch_size, args.epochs or 1, training.seed
+    of_rows = _given(held_out=args.held_out, batch_size=args.batch_size, epochs=args.epochs)
+    found = data.TrainingData(data.FileSettings(kinds(kind), getattr(args, kind), seed=training.seed, **of_rows))
+    how = run.FileRunSettings(
+        cuts=args.long_rows == "cut",
+        **_given(longest=args.max_length, every=args.held_out_every, patience=args.patience),
     )
-    found = data.TrainingData(settings)
-    how = run.FileRunSettings(args.max_length, args.long_rows == "cut", args.held_out_every, args.patience)
     if how.patience is not None and not found.held_out:
         raise ConfigError(
             "--patience: no row is held out, so the run cannot end early; give --held-out, or leave it out"

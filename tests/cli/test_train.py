@@ -116,6 +116,8 @@ def test_arguments_reach_the_run(training):
         ([*RUN, "--dpo", "a.jsonl"], "error: --dpo: a run learns from a file or from rollouts"),
         (["--sft", "a.jsonl", "--steps", "2", "--epochs", "2"], "error: --epochs: --steps says already"),
         (["--sft", "a.jsonl", "--eval-every", "2"], "error: rl_training: evaluation.every: no tasks are held out"),
+        ([*RUN, "--held-out", "0"], "error: --held-out: only a run that learns from a file"),
+        ([*RUN, "--max-length", "9"], "error: --max-length: only a run that learns from a file"),
         (["--sft", "a.jsonl", "--held-out", "0.9"], "error: argument --held-out: must be a share of the rows"),
         (["--sft", "none.jsonl"], "error: --sft: none.jsonl cannot be read: No such file"),
         ([*RUN, "--init-from", "none"], "error: --init-from: none: there is no adapter_config.json"),
