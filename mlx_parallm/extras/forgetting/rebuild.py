@@ -14,10 +14,8 @@ from mlx_parallm.rl.objectives import PreparedUpdate, prepare
 from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.runs.records import LearningSettings, PolicyChange, Start, TrainedEpisode, TrainedGroup, Update
 from mlx_parallm.rl.runs.store import JournalFile
-from mlx_parallm.rl.shares import limited
-from mlx_parallm.rl.teachers import taught
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
-from mlx_parallm.rl.updates.recovery import owners_of, scored_group
+from mlx_parallm.rl.updates.recovery import owners_of, prepared_as_made, scored_group
 
 _Known = Mapping[str, Trajectory]
 
@@ -117,11 +115,8 @@ class Rebuild:
             )
         if not scored:
             return None
-        update = prepare(
-            scored, settings.loss, self.rewards.draft(), body.wanted, body.publish, body.explores, body.learning_rate
-        )
-        batch = taught(replace(update.batch, settings=settings), logprobs)
-        update.batch, _ = limited(batch, [group.owner for group in scored], settings.loss)
+        update = prepared_as_made(body, scored, settings.loss, self.rewards, logprobs)
+        update.batch = replace(update.batch, settings=settings)
         return update
 
     def _is_later(self, change: PolicyChange, episode: TrainedEpisode, known: _Known) -> bool:

@@ -15,15 +15,14 @@ from mlx_parallm.config import LossKind, ResolvedLoss
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.extras.why.influence import Term, alone
-from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup, episode_data, prepare
+from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup, episode_data
 from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import LearningSettings, PolicyChange, Rollback, Start, Update
 from mlx_parallm.rl.runs.store import JournalFile
-from mlx_parallm.rl.shares import limited, shares_of
-from mlx_parallm.rl.teachers import taught
+from mlx_parallm.rl.shares import shares_of
 from mlx_parallm.rl.trajectories import DropReason, Turn, owner_of
-from mlx_parallm.rl.updates.recovery import scored_group
+from mlx_parallm.rl.updates.recovery import prepared_as_made, scored_group
 from mlx_parallm.train.data import Datum, UpdateSettings
 from mlx_parallm.train.losses import UpdateTotals
 from mlx_parallm.train.packing import minibatches
@@ -166,13 +165,9 @@ def _prepared(past: PastUpdate, known: Mapping[str, Trajectory], history: Reward
         groups = [scored_group(group, known) for group in body.groups]
     except KeyError:  # the journal lacks one of its trajectories
         return past
-    made = prepare(
-        groups, past.loss, history.draft(), body.wanted, body.publish, body.explores, learning_rate=body.learning_rate
-    )
+    made = prepared_as_made(body, groups, past.loss, history, body.teacher_logprobs)
     history.accept(made.history)
-    made.teacher_logprobs = body.teacher_logprobs
-    batch = taught(made.batch, body.teacher_logprobs)
-    batch, _ = limited(batch, [group.owner for group in groups], past.loss)
+    batch = made.batch
     loss = batch.loss or past.loss
     samples = tuple(_samples(made, groups, _learnt(made, groups, loss, batch.samples)))
     return PastUpdate(past.change, body, past.settings, loss, samples, batch.step_scale)

@@ -10,12 +10,13 @@ from statistics import fmean
 from types import MappingProxyType
 
 from mlx_parallm.adapters.cards import CheckpointCard
-from mlx_parallm.config import LossKind, ResolvedTraining
+from mlx_parallm.config import LossKind, ResolvedLoss, ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, AdapterRef
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory, Trajectory
 from mlx_parallm.errors import ConflictError, EngineError, ParaLLMError, RequestError
-from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup
+from mlx_parallm.rl.objectives import PreparedUpdate, ScoredGroup, TeacherLogprobs, prepare
+from mlx_parallm.rl.rewards import RewardHistory
 from mlx_parallm.rl.runs.journal import changed
 from mlx_parallm.rl.runs.lineage import is_replaced
 from mlx_parallm.rl.runs.records import (
@@ -31,7 +32,9 @@ from mlx_parallm.rl.runs.records import (
 )
 from mlx_parallm.rl.runs.replay import plan
 from mlx_parallm.rl.runs.store import Statements
+from mlx_parallm.rl.shares import limited
 from mlx_parallm.rl.status import UpdateReport
+from mlx_parallm.rl.teachers import taught
 from mlx_parallm.rl.trajectories import DropReason, Episode
 from mlx_parallm.rl.updates.adapter_training import CHANGE, AdapterTraining
 from mlx_parallm.train.data import UpdateSettings
@@ -305,3 +308,28 @@ def scored_group(group: TrainedGroup, known: Mapping[str, Trajectory]) -> Scored
     return ScoredGroup(
         episodes, group.rewards, group.scorer, group.staleness, group.on_policy, group.signal, group.remembered
     )
+
+
+def prepared_as_made(
+    body: Update,
+    groups: Sequence[ScoredGroup],
+    loss: ResolvedLoss,
+    rewards: RewardHistory,
+    teacher_logprobs: TeacherLogprobs | None,
+) -> PreparedUpdate:
+    """An update of the past with the batch that it had learnt from: with the teacher's logprobs and the limits of keys.
+
+    Args:
+        groups: its groups, or those that are left of them.
+        loss: that it was made with.
+        rewards: those before it.
+        teacher_logprobs: of the samples of these groups.
+
+    Raises:
+        EngineError: the logprobs are not of these samples.
+    """
+    update = prepare(groups, loss, rewards.draft(), body.wanted, body.publish, body.explores, body.learning_rate)
+    update.teacher_logprobs = teacher_logprobs
+    batch, update.kept_shares = limited(taught(update.batch, teacher_logprobs), [group.owner for group in groups], loss)
+    update.batch = batch
+    return update
