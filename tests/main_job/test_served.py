@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +21,21 @@ pytestmark = pytest.mark.ci
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    running = start("--debug")
+def reached_out(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Processes that start meanwhile reach this machine only and have nothing of the hub. A file: who tried to."""
+    folder = tmp_path_factory.mktemp("network_cut")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("HF_", "TRANSFORMERS_"))]:
+            patch.delenv(name)
+        patch.setenv("HF_HOME", str(folder / "hub"))
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent / "network_cut"))
+        patch.setenv("REACHED_OUT", str(folder / "reached_out"))
+        yield folder / "reached_out"
+
+
+@pytest.fixture(scope="module")
+def server(reached_out: Path) -> Iterator[Server]:
+    running = start("--debug", "--enable-rl-training", "--checkpoint-dir", str(reached_out.parent / "run"))
     yield running
     stop(running)
 
@@ -86,6 +101,32 @@ def test_with_tools_and_a_format_every_finished_answer_is_a_call_or_has_the_form
         jsonschema.validate(json.loads(text or ""), WEATHER if calls else CAPITAL)
         assert choice.finish_reason == ("tool_calls" if calls else "stop")
         assert not (calls and choice.message.content)
+
+
+HELP_OF_ALL = """
+import mlx_parallm
+from mlx_parallm.cli.main import main, main_parser, serve, train
+for name in mlx_parallm.__all__:
+    getattr(mlx_parallm, name)
+commands = next(action.choices for action in main_parser()._actions if hasattr(action.choices, "keys"))
+for program, *arguments in ((serve, "--help"), (train, "--help-all"), *((main, name, "--help") for name in commands)):
+    try:
+        program(arguments)
+    except SystemExit as ended:
+        assert not ended.code, arguments
+"""
+
+
+def test_nothing_reaches_another_machine(server: Server, reached_out: Path) -> None:
+    """Neither imports, nor help, nor a start with training and the answers to all requests of this file."""
+    answers = server.post("/v1/completions", prompt="Say yes:", max_tokens=4, n=2, collect_trajectory=True)
+    server.post("/v1/training/feedback", trajectory_id=answers["trajectory_ids"][0], score=1)
+    subprocess.run([sys.executable, "-c", HELP_OF_ALL], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    assert not reached_out.exists(), reached_out.read_text()
+    asks = "import urllib.request; urllib.request.urlopen('http://192.0.2.1')"
+    assert subprocess.run([sys.executable, "-c", asks], capture_output=True, check=False, timeout=60).returncode == 1
+    assert "192.0.2.1" in reached_out.read_text()
+    reached_out.unlink()
 
 
 def test_books_are_clean_afterwards(server: Server) -> None:

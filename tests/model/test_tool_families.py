@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import pkgutil
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from mlx_parallm.core.splitter import AnswerSyntax, split
 from mlx_parallm.core.text import ToolCall, UnwritableToolError
 from mlx_parallm.grammar.compiler import LLCompiler
 from mlx_parallm.model.tokenizer import Tokenizer, detokenizer_for
+from mlx_parallm.model.tools import formats
 from mlx_parallm.model.tools.formats import ToolFormat
 
 MOST, CALLS = 3, 100
@@ -230,3 +233,11 @@ def test_the_grammar_takes_marks_as_special_tokens() -> None:
         assert state.ended
     finally:
         compiler.close()
+
+
+def test_a_parser_that_mlx_lm_has_not_costs_its_family_alone(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "mlx_lm.tool_parsers.muse_spark" else find(name)
+    )
+    assert runpy.run_path(formats.__file__)["FAMILIES"].keys() == FAMILIES.keys() - {"muse_spark"}

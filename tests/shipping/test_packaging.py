@@ -1,10 +1,13 @@
 """What is shipped beside the package: workflows, issue forms, the formula, container files, the citation."""
 
 import hashlib
+import importlib
 import re
 import subprocess
 import sys
+from importlib.metadata import Distribution
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -95,3 +98,46 @@ def test_the_ends_of_the_ranges_are_what_was_tried() -> None:
         (lower,) = set(re.findall(rf'"{name}(?:\[\w+\])?>=([\d.]+)', allowed))
         assert oldest in (lower, f"{lower}.0")
         assert f"\n{name}=={newest} " in locked
+
+
+# -- licences ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def licences(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("licences")
+
+
+def test_licences_of_what_the_package_and_its_extras_need(licences: ModuleType) -> None:
+    found = {each.name: licences.licence(each) for each in licences.needed("mlx-parallm")}
+    assert {"mlx-lm", "fastapi", "pyarrow", "nats-py"} <= found.keys(), "of the package, and of extras"
+    assert "pytest" not in found
+    assert {name: text for name, text in found.items() if not licences.allowed(text)} == {}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text", "allowed"),
+    [
+        ("License-Expression: MIT AND (Apache-2.0 OR BSD-2-Clause)", "MIT AND (Apache-2.0 OR BSD-2-Clause)", True),
+        ("License-Expression: MIT OR GPL-3.0-only", "MIT OR GPL-3.0-only", False),
+        ("Classifier: License :: OSI Approved :: BSD License\nLicense: see the file", "BSD-3-Clause", True),
+        ("License: Apache License, Version 2.0\nHome-page: x", "Apache-2.0", True),
+        ("Classifier: License :: OSI Approved :: GNU General Public License v3 (GPLv3)", None, False),
+        (
+            "Classifier: License :: OSI Approved :: MIT License\nClassifier: License :: Other/Proprietary License",
+            None,
+            False,
+        ),
+        ("Home-page: x", "unknown", False),
+    ],
+)
+def test_what_a_package_says_of_its_licence(
+    licences: ModuleType, tmp_path: Path, metadata: str, text: str | None, allowed: bool
+) -> None:
+    folder = tmp_path / "other-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.4\nName: other\nVersion: 1.0\n{metadata}\n")
+    found = licences.licence(Distribution.at(folder))
+    assert licences.allowed(found) == allowed
+    assert text in (found, None)

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -245,6 +246,11 @@ _HARMONY_HEADINGS = tuple(
 )
 
 
+def _in_mlx_lm(parser: str) -> bool:
+    """Its releases rename parsers. A family without one is left out, so that everything else works."""
+    return find_spec(f"mlx_lm.tool_parsers.{parser}") is not None
+
+
 def _read_by_mlx_lm(parser: str, syntax: CallSyntax) -> ToolFormat:
     """A family with mlx-lm's parser of this name, which also gives the marks."""
     module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
@@ -252,7 +258,7 @@ def _read_by_mlx_lm(parser: str, syntax: CallSyntax) -> ToolFormat:
 
 
 FAMILIES: Mapping[str, ToolFormat] = {
-    **{name: _read_by_mlx_lm(name, syntax) for name, syntax in _READ_BY_MLX_LM.items()},
+    **{name: _read_by_mlx_lm(name, syntax) for name, syntax in _READ_BY_MLX_LM.items() if _in_mlx_lm(name)},
     "mistral_list": _read_by_mlx_lm("mistral", MISTRAL_LIST),
     "openai": ToolFormat(
         replace(_HARMONY_HEADINGS[0], lead="<|start|>assistant", single=True, native=_HARMONY_HEADINGS[1:]),
