@@ -30,6 +30,7 @@
         ├── NodeFailedError         another node of the cluster could not answer the request to its end
         ├── DeviceLostError         every call to the device fails
         └── EngineDeadError         the device thread has stopped or is shutting down
+            ├── DeviceHungError     the device thread does not come back from a call
             └── RankLostError       another rank of a model over several machines is gone; also a DeviceLostError
 
 The table in `server/errors.py` assigns an HTTP status and an error code to each.
@@ -177,6 +178,10 @@ class QueueFullError(EngineError):
 
 class EngineDeadError(EngineError):
     """The device thread has stopped and accepts no more requests."""
+
+
+class DeviceHungError(EngineDeadError):
+    """The device thread does not come back from a call. The message says what it was doing, and for how long."""
 
 
 class RankLostError(DeviceLostError, EngineDeadError):

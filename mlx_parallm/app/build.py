@@ -152,7 +152,9 @@ class RunningEngine:
         self._inputs: TrainingInputs | None = None
         self._record: RunFile | None = None
         self._ending = (RunState.FINISHED, "")
-        self.processor = ContinuousBatchProcessor(self._build, debug=config.debug.check_when_idle)
+        self.processor = ContinuousBatchProcessor(
+            self._build, config.debug.check_when_idle, config.server.device_timeout
+        )
         self._threads = BlasThreads()
         self.watch = MachineWatch(config, self.processor, None if config.rl_training.enabled else self._threads)
         self._lead: Lead | None = None

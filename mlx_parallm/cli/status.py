@@ -65,6 +65,7 @@ def _summary(base: str, models: Mapping[str, Any], adapters: Mapping[str, Any], 
         f"waiting   {engine['waiting']}",
         f"KV cache  {held} of {budget}, cached prefixes {cached}",
         *(f"{label:<8}  {text}" for label, field in _WAITS.items() if (text := engine["machine"][field])),
+        *([f"stuck     {engine['stuck']}"] if engine.get("stuck") else ()),
     )
     return "\n  ".join(lines)
 

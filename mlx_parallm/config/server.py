@@ -199,6 +199,11 @@ class ServerConfig(Section):
     """
     shutdown_timeout: Annotated[Number, Flag("--shutdown-timeout", "SECONDS", only=SERVE)] = Field(default=30.0, ge=0)
     """Time in seconds that running requests get to finish after SIGTERM or Ctrl-C."""
+    device_timeout: Annotated[Number | None, Flag("--device-timeout", "SECONDS")] = Field(default=600.0, gt=0)
+    """Time in seconds that one piece of device work may take, such as a step. Loading a base model may take six times
+    that. Then the device counts as hung: requests fail, the process ends with status 1, and the log shows where it
+    hangs. Time for which the machine sleeps does not count. null means no limit.
+    """
     api_key: Annotated[ApiKey | None, Flag("--api-key", "KEY", only=SERVE, common=True)] = Field(
         default=None, repr=False
     )

@@ -103,10 +103,15 @@ class Engine:
         publish: publishes the events of one unit of work, in order, each with the id of its request.
         others_run: whether another base model has rows, so that training may not take all time which the rows here
             leave.
+        begins: called with its name before each piece of device work; see `DeviceWatchdog`.
     """
 
     def __init__(
-        self, parts: EngineParts, publish: PublishEvents, others_run: Callable[[], bool] = lambda: False
+        self,
+        parts: EngineParts,
+        publish: PublishEvents,
+        others_run: Callable[[], bool] = lambda: False,
+        begins: Callable[[str], None] = lambda stage: None,
     ) -> None:
         self.runner = parts.runner
         self.adapters = parts.adapters
@@ -114,6 +119,7 @@ class Engine:
         self.draft_model = parts.draft_model
         self._parts = parts
         self._others_run = others_run
+        self._begins = begins
         self._cache = cache = parts.runner.cache
         self.memory = PoolMemory(cache, parts.adapters, parts.training, parts.draft_model)
         self.scheduler = RLAwareScheduler(parts.scheduler, self.memory, parts.cost)
@@ -137,6 +143,7 @@ class Engine:
             busy = self._run_next(self._admit())
             self._recovery.went_well()
         if not busy or self.memory.is_untidy:
+            self._begins("tidying the KV cache")
             trained = self.counters.training_units - trained
             with self.surviving():
                 busy = self._tidy(others_wait=trained > 0 and self._cache.bytes_used > 0) or busy
@@ -188,6 +195,7 @@ class Engine:
             others_run=self._others_run(),
         )
         if self.in_flight and not isinstance(unit, ForwardUnit):
+            self._begins("reading tokens")
             with self._trace.span("read tokens"):
                 self.commit()
         elif unit is not None:
@@ -197,6 +205,7 @@ class Engine:
         return True
 
     def _run(self, unit: Unit) -> None:
+        self._begins(unit.stage)
         match unit:
             case ForwardUnit(spans=spans, decodes=rows, chunks=chunks):
                 tokens = sum(chunk.tokens for chunk in chunks)

@@ -9,6 +9,7 @@ from typing import Any
 
 from mlx_parallm.core.device import DeviceSchedule
 from mlx_parallm.core.machine import UNKNOWN_MACHINE, MachineState
+from mlx_parallm.errors import DeviceHungError, EngineDeadError
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +106,7 @@ class EngineStats:
         taken_at: when the snapshot was taken, on the monotonic clock.
         paused: `pause` was called and `resume` was not. Requests may still be running.
         machine: what is known of the machine, and what is done about it.
+        stuck: what the device thread does, if it takes suspiciously long, as a sentence; empty otherwise.
         detail: JSON values for `/debug/state`.
         bases: the same of each base model by its name, if there are several.
     """
@@ -140,5 +142,13 @@ class EngineStats:
     taken_at: float = 0.0
     paused: bool = False
     machine: MachineState = UNKNOWN_MACHINE
+    stuck: str = ""
     detail: Mapping[str, Any] = field(default_factory=dict)
     bases: Mapping[str, EngineStats] = field(default_factory=dict)
+
+    def check_works(self) -> None:
+        """Raises EngineDeadError: the device thread is not running, or seems to hang."""
+        if self.stuck:
+            raise DeviceHungError(self.stuck)
+        if not self.alive:
+            raise EngineDeadError("the device thread is not running")

@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
 from typing import Any, TypeVar, overload
 
 import mlx.core as mx
@@ -33,7 +34,8 @@ from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, R
 from mlx_parallm.engine.engine import Engine, EngineParts
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.engine.stats import StatsOfBases
-from mlx_parallm.errors import EngineDeadError, ModelUnavailableError, RankLostError
+from mlx_parallm.engine.watchdog import LOADING, DeviceWatchdog
+from mlx_parallm.errors import DeviceHungError, EngineDeadError, ModelUnavailableError, RankLostError
 
 T = TypeVar("T")
 
@@ -146,9 +148,10 @@ class ContinuousBatchProcessor:
             arrays belong to the thread that makes them.
         debug: run `Engine.check_integrity` whenever the device is idle. If a check fails, the error is logged and
             the device thread ends.
+        timeout_s: see `config.ServerConfig.device_timeout`.
     """
 
-    def __init__(self, build: Callable[[], EngineParts], debug: bool = False) -> None:
+    def __init__(self, build: Callable[[], EngineParts], debug: bool = False, timeout_s: float | None = None) -> None:
         self._build = build
         self._debug = debug
         self._inbox: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()  # None ends the thread
@@ -162,17 +165,20 @@ class ContinuousBatchProcessor:
         self._controls = _Controls(DeviceSchedule())
         self._stats = EngineStats(alive=True, ready=False)
         self._machine = MachineState()
-        self._lost_rank = ""  # which rank of a model over several machines is lost, in words
+        self._dead: Callable[[], EngineDeadError] = partial(EngineDeadError, _DEAD)
         self._started, self._stopped = Future[None](), threading.Event()
         self._thread = threading.Thread(target=self._main, name="device", daemon=True)
+        self._watchdog = DeviceWatchdog(timeout_s, self._hang)
+        self._hangs = False
 
     # -- any thread ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts the device thread and waits until the model is loaded. Raises the exception of `build`, if any."""
         self._thread.start()
+        self._watchdog.watch(self._thread)
         atexit.register(self.stop)  # a process that ends while a thread uses MLX aborts
-        if self._started.exception() is not None:
+        if self._started.exception() is not None and not self._hangs:
             self._thread.join()  # it must clear MLX's streams before the process may end
         self._started.result()
 
@@ -182,7 +188,7 @@ class ContinuousBatchProcessor:
         atexit.unregister(self.stop)
         self._stopped.set()
         self._inbox.put(None)
-        if self._thread.ident is not None:
+        if self._thread.ident is not None and not self._hangs:
             self._thread.join(timeout_s)
 
     def raise_if_stopped(self) -> None:
@@ -195,7 +201,7 @@ class ContinuousBatchProcessor:
             raise EngineDeadError("the engine was stopped while it started")
 
     def stats(self) -> EngineStats:
-        return replace(self._stats, machine=self._machine)
+        return replace(self._stats, machine=self._machine, stuck=self._watchdog.notice)
 
     def heed(self, machine: MachineState) -> None:
         """Does what a new reading of the machine asks for, between two units."""
@@ -208,11 +214,21 @@ class ContinuousBatchProcessor:
         """Lets the next units say how fast the machine is, because it may have changed."""
         self._inbox.put(lambda: self._each(Engine.forget_speed))
 
-    def lose(self, reason: str) -> None:
-        """Fails all requests because another rank is lost, and counts the device thread as stopped, though it may
-        hang."""
-        self._lost_rank = reason
+    def lose(self, reason: str, error: type[EngineDeadError] = RankLostError) -> None:
+        """Fails all requests because another rank is lost, or with another error, and counts the device thread as
+        stopped, though it may hang."""
+        self._dead = partial(error, reason)
         self._end()
+
+    def _hang(self, reason: str, at: TracebackType | None) -> None:
+        """The same because the device thread hangs."""
+        self._hangs = True
+        error = DeviceHungError(f"{reason} The server ends.")
+        _log.critical("%s", error, exc_info=(DeviceHungError, error, at))
+        atexit.register(self._watchdog.leave)  # comes before the exit handlers of MLX, which would wait for the thread
+        self.lose(str(error), DeviceHungError)
+        if not self._started.done():
+            self._started.set_exception(self._dead())
 
     def wake(self) -> None:
         """Wakes the loop if it is idle."""
@@ -337,21 +353,26 @@ class ContinuousBatchProcessor:
         try:
             self._build_and_serve()
         finally:
+            self._watchdog.stop()
             mx.clear_streams()  # MLX requires this of each thread that has used it, before the thread ends
 
     def _build_and_serve(self) -> None:
         try:
+            self._watchdog.begin("loading the base model", LOADING)
             self._add_first(self._build())
         except BaseException as error:  # noqa: BLE001 - handed to the thread that called start(), which raises it
             self._stats = EngineStats(alive=False, ready=False)
-            self._started.set_exception(error)
+            if not self._started.done():
+                self._started.set_exception(error)
+            return
+        if self._started.done():  # it hung, and came back too late
             return
         self._started.set_result(None)
         try:
             self._serve()
         except RankLostError as error:
             _log.exception("the device thread failed")
-            self._lost_rank = self._lost_rank or str(error)
+            self._dead = partial(RankLostError, str(error))
         except Exception:  # noqa: BLE001 - the device is lost, or check_integrity failed: log it and end the thread
             _log.exception("the device thread failed")
         finally:
@@ -363,12 +384,10 @@ class ContinuousBatchProcessor:
         self._stats = replace(self._stats, alive=False, ready=False)
         self._call_on_event_loop(lambda: self._fail_all(self._dead()))
 
-    def _dead(self) -> EngineDeadError:
-        return RankLostError(self._lost_rank) if self._lost_rank else EngineDeadError(_DEAD)
-
     def _serve(self) -> None:
         taken_at, busy = 0.0, True
         while self._take_messages(wait_s=0.0 if busy else _IDLE_WAIT_S):
+            self._watchdog.begin("scheduling")
             busy = self._fair_share.step()
             now = time.monotonic()
             if not busy or now - taken_at > _SNAPSHOT_S:
@@ -382,7 +401,9 @@ class ContinuousBatchProcessor:
         """Runs the messages in the inbox, after waiting up to `wait_s` seconds for the first one. Returns False if the
         thread is to end."""
         try:
+            self._watchdog.rest()
             message = self._inbox.get(block=wait_s > 0.0, timeout=wait_s or None)
+            self._watchdog.begin("a call between steps")
             while message is not None:
                 message()
                 message = self._inbox.get_nowait()
@@ -417,7 +438,9 @@ class ContinuousBatchProcessor:
     def _add(self, parts: EngineParts) -> None:
         base, controls = parts.base, self._controls
         parts = replace(parts, scheduler=replace(parts.scheduler, schedule=controls.schedule))
-        engine = self._engines[base] = Engine(parts, self._publish_events, lambda: self._others_run(base))
+        engine = self._engines[base] = Engine(
+            parts, self._publish_events, lambda: self._others_run(base), self._watchdog.begin
+        )
         self._fair_share.add(base, engine.step, engine.rest)
         engine.relieve(controls.relief)
         if controls.paused is not None:
@@ -433,6 +456,7 @@ class ContinuousBatchProcessor:
 
         def step() -> bool:
             started = time.monotonic()
+            self._watchdog.begin("loading a base model", LOADING)
             try:
                 next(building)
             except StopIteration as built:
@@ -477,7 +501,8 @@ class ContinuousBatchProcessor:
         for base, engine in self._engines.items():
             with engine.surviving():
                 self._bases.update(base, engine.stats())
-        self._stats = self._bases.total(self._controls.paused is not None, self._controls.schedule)
+        if not self._hangs:  # else it came back too late
+            self._stats = self._bases.total(self._controls.paused is not None, self._controls.schedule)
         return self._stats
 
     # -- events ----------------------------------------------------------------------------------

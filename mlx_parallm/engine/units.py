@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mlx_parallm.batch.spans import Span
 from mlx_parallm.engine.budget import Chunk, CostModel
@@ -73,12 +74,20 @@ class ForwardUnit:
         """The chunks of prompts."""
         return self.spans[self.decodes :]
 
+    @property
+    def stage(self) -> str:
+        """What it is, for people."""
+        if self.decodes == len(self.spans):
+            return f"decoding {self.decodes} sequences"
+        return f"a prefill beside {self.decodes} decoding sequences" if self.decodes else "a prefill"
+
 
 @dataclass(frozen=True, slots=True)
 class StagingUnit:
     """Copies adapters into the bank for about `seconds`; at least one piece of that work runs."""
 
     seconds: float
+    stage: ClassVar[str] = "loading an adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,7 @@ class TrainingUnit:
     """Runs as much of a micro-step as fits into `seconds`."""
 
     seconds: float
+    stage: ClassVar[str] = "a training step"
 
 
 Unit = ForwardUnit | StagingUnit | TrainingUnit

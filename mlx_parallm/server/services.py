@@ -21,7 +21,6 @@ from mlx_parallm.core.models import ServedModel
 from mlx_parallm.core.trajectories import CollectingClient
 from mlx_parallm.errors import (
     ConflictError,
-    EngineDeadError,
     InvalidRequestError,
     RoleError,
     TrainingDisabledError,
@@ -202,8 +201,7 @@ class Services(Backend):
         if self.lifecycle.asleep:
             raise AsleepError("asleep")
         stats = self.engine.stats()
-        if not stats.alive:
-            raise EngineDeadError("the device thread is not running")
+        stats.check_works()
         if stats.machine.relief is Relief.REQUESTS:
             raise ShortMemoryError(stats.machine.shortage)
 

@@ -19,7 +19,6 @@ from mlx_parallm import __version__
 from mlx_parallm.config import Mode
 from mlx_parallm.core.engine import ModelCard
 from mlx_parallm.engine.figures import EngineStats
-from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.bodies import MAX_SEQUENCES
 from mlx_parallm.server.api.fields import WireOutput, WireQuery
@@ -62,10 +61,9 @@ class WorldSize(WireOutput):
 
 @router.get("/health", role=None, response_model_exclude_unset=True)
 async def health(services: ServicesDep) -> ProbeStatus:
-    """Whether the server works: 503 if the device thread, which runs the model, has stopped."""
+    """Whether the server works: 503 if the device thread, which runs the model, has stopped or seems to hang."""
     stats = services.engine.stats()
-    if not stats.alive:
-        raise EngineDeadError("the device thread is not running")
+    stats.check_works()
     text = stats.machine.relief_text
     return ProbeStatus(status="ok", notices=(text,)) if text else ProbeStatus(status="ok")
 

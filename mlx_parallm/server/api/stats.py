@@ -230,7 +230,7 @@ async def stats(services: ServicesDep, query: Annotated[StatsQuery, Query()]) ->
         load=_load(services, required),
         memory=_memory(engine),
         training=_training(services, engine),
-        notices=list(engine.machine.notices),
+        notices=[*filter(None, (engine.stuck,)), *engine.machine.notices],
         cluster=services.cluster is not None,
         intervals=services.metrics.history.after(query.after),
     )

@@ -154,7 +154,7 @@ def _host(config: Config) -> str:
 def _report(services: Services) -> NodeReport:
     stats, cluster = services.engine.stats(), services.cluster
     closed = services.lifecycle.drain_begun.is_set() or services.lifecycle.asleep or stats.paused
-    closed |= stats.machine.relief is Relief.REQUESTS
+    closed |= stats.machine.relief is Relief.REQUESTS or bool(stats.stuck)
     return NodeReport(stats.alive and stats.ready and not closed, cluster.own.load.tokens if cluster is not None else 0)
 
 
