@@ -47,10 +47,11 @@ class NodeInfo:
 @dataclass(eq=False, slots=True)
 class Member:
     """A node that is present. `lost` is set when it is not any more, or when its process was started anew. `seen_at`:
-    when it last renewed its lease."""
+    when it last renewed its lease. `left_out_until`: the router sends it nothing before then."""
 
     info: NodeInfo
     seen_at: float
+    left_out_until: float = 0.0
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
 

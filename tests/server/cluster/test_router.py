@@ -1,6 +1,7 @@
 """Which node answers a request, and what its client sees when that node fails."""
 
 import asyncio
+import time
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from mlx_parallm.core.requests import (
 from mlx_parallm.errors import InvalidRequestError, NodeFailedError, QueueTimeoutError
 from mlx_parallm.extras.cluster.cards import Member, NodeInfo, NodeRole
 from mlx_parallm.extras.cluster.http.counted import CountedEngine, tokens_of
+from mlx_parallm.extras.cluster.http.remote import NodeUnreachableError
 from mlx_parallm.extras.cluster.http.router import RoutedEngine
 
 MATH = AdapterRef("math", 1)
@@ -126,6 +128,19 @@ async def ask_a_node(routed, own, request):
     """The events of a request that is not sent to the head's own engine first."""
     with routed.load.of(10_000):
         return await events_of(routed, request)
+
+
+async def test_a_node_that_cannot_be_reached_is_left_out_for_a_while_and_one_that_refuses_is_not(
+    routed, nodes, own, monkeypatch
+):
+    nodes.fails = {"a": (0, NodeUnreachableError("no route")), "b": (0, NodeFailedError("it is full"))}
+    await ask_a_node(routed, own, REQUEST)
+    await ask_a_node(routed, own, REQUEST)
+    assert sorted(nodes.asked) == ["a", "b", "b"]
+    nodes.fails, later = {}, time.monotonic() + 10
+    monkeypatch.setattr("time.monotonic", lambda: later)
+    await all_at_once(routed, requests_for((number,) * 3 for number in range(30)))
+    assert [len(engine.requests) for engine in nodes.engines.values()] == [11, 12]
 
 
 @pytest.mark.parametrize("error", [NodeFailedError("a is lost"), QueueTimeoutError("it waited")])

@@ -9,10 +9,10 @@ from server.fake_cluster import TOKEN, FakeCluster, app_of
 from server.fakes import CARD, FakeEngine
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.core.requests import GenerationRequest, SamplingParams, SequenceOutput, StopParams
+from mlx_parallm.core.requests import GenerationRequest, RequestFinished, SamplingParams, SequenceOutput, StopParams
 from mlx_parallm.errors import NodeFailedError, QueueTimeoutError
 from mlx_parallm.extras.cluster.cards import Member, NodeInfo, NodeRole
-from mlx_parallm.extras.cluster.http.remote import RemoteEngines
+from mlx_parallm.extras.cluster.http.remote import NodeUnreachableError, RemoteEngines
 from mlx_parallm.server.address import bind
 from mlx_parallm.server.run import DrainingServer
 
@@ -148,6 +148,36 @@ async def test_a_node_that_is_lost_ends_the_events(replica, engine):
     with pytest.raises(NodeFailedError, match="is lost"):
         [event async for event in events]
     await until_idle(engine)
+
+
+@pytest.fixture
+def quick_beats(monkeypatch):
+    for module in ("remote", "route"):
+        monkeypatch.setattr(f"mlx_parallm.extras.cluster.http.{module}.BEAT_S", 0.05)
+
+
+async def test_a_node_whose_packets_do_not_arrive_any_more_ends_the_events(quick_beats):
+    """NATS still hears it, and its connection stays open."""
+
+    async def answer(reader, writer):
+        writer.write(b'HTTP/1.0 200 OK\r\n\r\n{"clock": 1.0}\n\n')
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as silent, asyncio.timeout(10):
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        with pytest.raises(NodeUnreachableError, match="nothing has come from node replica-1"):
+            await events_of(Member(NodeInfo("replica-1", NodeRole.REPLICA, url, ready=True), 0.0), REQUEST)
+
+
+async def test_a_node_that_computes_for_long_is_not_taken_for_a_silent_one(replica, engine, quick_beats):
+    engine.pause_before = 2
+    asking = asyncio.create_task(events_of(replica, REQUEST))
+    await engine.paused.wait()
+    await asyncio.sleep(0.5)
+    assert not asking.done()
+    engine.go_on.set()
+    assert isinstance((await asking)[-1], RequestFinished)
 
 
 async def test_closing_the_events_ends_the_request_there(replica, engine):

@@ -4,10 +4,11 @@ Only the first is in the OpenAPI document, because the others are for nodes of t
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, cast
 
@@ -27,7 +28,7 @@ from mlx_parallm.extras.cluster.cards import ClusterStatus, Joined, Joining, Nod
 from mlx_parallm.extras.cluster.http.parts import ClusterParts
 from mlx_parallm.extras.cluster.http.remote import GENERATE, SAMPLE
 from mlx_parallm.extras.cluster.http.router import RoutingCounts
-from mlx_parallm.extras.cluster.http.wire import WireClock, WireEvent, WireRequest
+from mlx_parallm.extras.cluster.http.wire import BEAT, BEAT_S, WireClock, WireEvent, WireRequest
 from mlx_parallm.server.access import Role
 from mlx_parallm.server.api.fields import INT32_MAX, WireInput, WireOutput
 from mlx_parallm.server.body import json_body, read_body, read_bytes
@@ -71,8 +72,7 @@ class EngineResponse(Response):
             selector = BASE_ADAPTER.name if asked.adapter == BASE_ADAPTER else str(asked.adapter)
             held.enter_context(services.adapters.lease(selector))
             _check_fits(asked, model.card.context_length)
-            grammar = await self._grammar(model, scope)
-            await self._send(asked, grammar, receive, send)
+            await self._send(model, scope, receive, send)
 
     async def _grammar(self, model: ServedModel, scope: Scope) -> Grammar | None:
         spec = self._asked.grammar
@@ -80,13 +80,13 @@ class EngineResponse(Response):
             return None
         return await self._services.workers.compile(client_of(scope), lambda: model.grammars.compile(spec))
 
-    async def _send(self, asked: WireRequest, grammar: Grammar | None, receive: Receive, send: Send) -> None:
+    async def _send(self, model: ServedModel, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         clock = WireClock(clock=time.monotonic()).model_dump_json().encode() + b"\n"
         await send({"type": "http.response.body", "body": clock, "more_body": True})
         try:
-            async with while_connected(receive, self._services.lifecycle.expired):
-                generated = self._engine.generate(asked.request(grammar))
+            async with while_connected(receive, self._services.lifecycle.expired), _beating(send):
+                generated = self._engine.generate(self._asked.request(await self._grammar(model, scope)))
                 async with aclosing(cast(AsyncGenerator[Event, None], generated)) as events:
                     async for event in events:
                         await send({"type": "http.response.body", "body": WireEvent.line(event), "more_body": True})
@@ -98,6 +98,23 @@ class EngineResponse(Response):
             line = WireEvent.line(RequestFailed(error))
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@asynccontextmanager
+async def _beating(send: Send) -> AsyncIterator[None]:
+    """Sends an empty line each `BEAT_S` until the block ends, which shows that this node can still be reached."""
+
+    async def beat() -> None:
+        with suppress(OSError):  # the one who asked has gone
+            while True:
+                await asyncio.sleep(BEAT_S)
+                await send({"type": "http.response.body", "body": BEAT, "more_body": True})
+
+    beats = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beats.cancel()
 
 
 def _check_fits(asked: WireRequest, context_length: int) -> None:

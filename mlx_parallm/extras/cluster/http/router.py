@@ -5,13 +5,15 @@ new version live. A request goes to a node that holds its version and has the le
 as little to do, the beginning of the prompt decides, so that prompts with the same beginning meet in one prefix cache
 (rendezvous hashing: Thaler and Ravishankar, 1998).
 
-A request that fails begins anew on another node, as long as nobody has read any of its answer.
+A request that fails begins anew on another node, as long as nobody has read any of its answer. A node that cannot be
+reached gets no requests for a while, so that they do not all wait for it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -22,7 +24,7 @@ from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, R
 from mlx_parallm.errors import EngineError, NodeFailedError
 from mlx_parallm.extras.cluster.cards import Member, NodeRole
 from mlx_parallm.extras.cluster.http.counted import CountedEngine, TokenLoad, tokens_of
-from mlx_parallm.extras.cluster.http.remote import RemoteEngines
+from mlx_parallm.extras.cluster.http.remote import NodeUnreachableError, RemoteEngines
 from mlx_parallm.extras.cluster.http.wire import may_travel
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 _HEAD_TOKENS = 256
 """How many tokens of a prompt decide where it goes: longer common beginnings are worth more, and shorter prompts are
 spread by all of theirs."""
+_LEFT_OUT_S = 5.0
+"""How long a node that could not be reached gets no requests."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +92,8 @@ class RoutedEngine(CountedEngine):
             except NodeFailedError as error:
                 _log.warning("%s", error)
                 failed.add(node)
+                if isinstance(error, NodeUnreachableError):
+                    member.left_out_until = time.monotonic() + _LEFT_OUT_S
                 if answered:
                     self.counts.broken += 1
                     yield RequestFailed(error)
@@ -122,9 +128,10 @@ class RoutedEngine(CountedEngine):
         """The node that answers a request; None for this one."""
         if not may_travel(request) or request.base not in ("", self._first_base):
             return None
-        holders = self._cluster.others_with(request.adapter)
+        holders, now = self._cluster.others_with(request.adapter), time.monotonic()
+        usable = [each for each in holders if each.info.id not in failed and each.left_out_until <= now]
         loads: dict[Member | None, int] = {None: self.load.tokens}
-        loads |= {member: self._load_of(member) for member in holders if member.info.id not in failed}
+        loads |= {member: self._load_of(member) for member in usable}
         limit = min(loads.values()) + tokens_of(request)
         beginning = repr((str(request.adapter), request.prompts[0][:_HEAD_TOKENS])).encode()
         near = [member for member, load in loads.items() if load < limit]

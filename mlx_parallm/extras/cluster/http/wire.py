@@ -3,6 +3,7 @@
 POST /v1/cluster/generate   WireRequest; or /v1/cluster/sample, to which any node may give the answer
 ← {"clock": 812.5}          seconds on the clock that the times of its events are on
 ← WireEvent, one a line; the last one is `finished` or `failed`
+← an empty line             a beat, each BEAT_S until the end, also while there is no event
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from mlx_parallm.core.requests import (
 )
 from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 
+BEAT, BEAT_S = b"\n", 1.0
 _TIMES = ("arrived_at", "started_at", "first_token_at", "finished_at")
 
 
