@@ -7,7 +7,7 @@ import pytest
 from cluster.test_archive import GOOD
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import AdapterFileError
+from mlx_parallm.errors import AdapterFileError, StorageError
 from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
 from mlx_parallm.extras.cluster.follower import RegistryFollower
 from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
@@ -119,6 +119,15 @@ async def test_another_content_under_the_same_number_is_not_taken_for_the_same(n
     await until(lambda: node.follower.holds)
     await node(state(version(1, "b"), version(1, "b")))
     await until(lambda: node.adapters.done[:2] == ["release math@1", "hold math@1"])
+
+
+async def test_a_version_that_a_full_disk_kept_out_is_held_when_there_is_room(node, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.extras.cluster.follower._TRY_AGAIN_S", 0.2)
+    node.fetch_errors += [OSError(28, "No space left on device"), StorageError("the disk is full")]
+    await node(state(None, version(1)))
+    await until(lambda: node.follower.unusable)
+    await until(lambda: node.follower.holds == ("math@1",))
+    assert not node.follower.unusable
 
 
 async def test_a_head_that_is_starting_again_is_asked_again(node):

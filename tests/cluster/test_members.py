@@ -22,7 +22,7 @@ def clock():
 
 @pytest.fixture
 def members(clock):
-    return Members(None, lambda: clock[0])
+    return Members(None, "", clock=lambda: clock[0])
 
 
 def renewed(members, info):
@@ -47,7 +47,7 @@ def test_a_node_that_says_nothing_for_the_length_of_its_lease_is_lost(members, c
 
 def test_nobody_is_lost_while_nothing_is_heard_of_anybody(clock):
     """NATS stands still, and the connection does not show it yet."""
-    members = Members(SimpleNamespace(connected=True), lambda: clock[0])
+    members = Members(SimpleNamespace(connected=True), "", clock=lambda: clock[0])
     other = replace(NODE, id="head", role=NodeRole.HEAD)
     renewed(members, NODE)
     renewed(members, other)
@@ -74,6 +74,22 @@ def test_a_node_that_was_started_anew_is_another_one(members):
     assert not after.lost.is_set()
 
 
+def test_a_node_of_another_version_or_base_model_is_left_out_and_one_that_it_replaces_is_lost(clock, caplog):
+    """A head that was started again with another one has the entries of those before it."""
+    members = Members(None, "2.0 base", clock=lambda: clock[0])
+    good = replace(NODE, build="2.0 base")
+    renewed(members, good)
+    (before,) = members.present()
+    for build in ("1.0 base", "2.0 another", ""):
+        for _ in range(3):
+            renewed(members, replace(NODE, build=build, incarnation=build))
+        assert members.present() == ()
+    assert before.lost.is_set()
+    assert sum("is left out" in message for message in caplog.messages) == 3
+    renewed(members, good)
+    assert [member.info for member in members.present()] == [good]
+
+
 def test_what_another_version_of_the_package_wrote_is_left_out(members):
     members.note(Change("strange", b'{"id": 3}', 1))
     assert members.present() == ()
@@ -82,7 +98,7 @@ def test_what_another_version_of_the_package_wrote_is_left_out(members):
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_lease_is_seen_by_others_and_given_back(connection):
     said = [NODE]
-    lease, members = Lease(connection, lambda: said[0]), Members(connection)
+    lease, members = Lease(connection, lambda: said[0]), Members(connection, "")
     tasks = [asyncio.create_task(lease.run()), asyncio.create_task(members.run())]
 
     async def until(condition):

@@ -2,20 +2,26 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 from cluster.conftest import address_of
+from nats.errors import Error as NatsError
 
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras.cluster import nats_watch
 from mlx_parallm.extras.cluster.cards import SharedVersion
 from mlx_parallm.extras.cluster.connection import NatsAddress, connect
 from mlx_parallm.extras.cluster.nats_server import nats_server
+from mlx_parallm.extras.cluster.node import running
 from mlx_parallm.extras.cluster.state import locked_folder, own_token
+from mlx_parallm.extras.cluster.trajectories import Trajectories
 from mlx_parallm.extras.cluster.versions import Versions
 
 VERSION = SharedVersion("math", 1, "aa", 10)
@@ -53,6 +59,93 @@ async def test_a_killed_server_is_started_again_and_followers_go_on(tmp_path):
             assert (await anext(following)).staged == {VERSION.ref: VERSION}
         assert server.restarts == 1
         await following.aclose()
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """The watch waits less, and so does each request to NATS."""
+    monkeypatch.setattr(nats_watch, "PROBE_S", 0.05)
+    monkeypatch.setattr(nats_watch, "STUCK_S", 0.5)
+    monkeypatch.setattr(nats_watch, "RETURN_S", 3.0)
+    monkeypatch.setattr(nats_watch, "_AGAIN_S", 0.05)
+    monkeypatch.setattr("mlx_parallm.extras.cluster.connection._TIMEOUT_S", 0.3)
+
+
+async def until(condition, seconds=20):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def until_it_fails(action):
+    async with asyncio.timeout(20):
+        while True:
+            await action()
+
+
+@asynccontextmanager
+async def watched(folder):
+    async with (
+        nats_server(folder, "127.0.0.1") as server,
+        connect(address_of(server), "test") as connection,
+        running(nats_watch.keep_storing(connection, server, folder)),
+    ):
+        yield server, connection
+
+
+async def test_a_server_that_stands_still_is_started_again_unless_the_disk_is_full(tmp_path, impatient, monkeypatch):
+    free = [0]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=free[0]))
+    async with watched(tmp_path) as (server, connection):
+        await asyncio.sleep(1)
+        assert server.restarts == 0, "it stores"
+        server.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(1.5)
+        assert server.restarts == 0, "a restart would not make room"
+        free[0] = 1 << 30
+        await until(lambda: server.restarts)
+        await until(lambda: connection.connected)
+        await connection.probe()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_shows_that_nats_stores_is_seen_by_nobody(connection):
+    states = Versions(connection).follow()
+    await anext(states)
+    await connection.probe()
+    await Versions(connection).stage(replace(VERSION, name="probed"))
+    assert [ref.name for ref in (await anext(states)).staged] == ["probed"], "no state of its own"
+    assert (await connection.js.stream_info("trajectories")).state.messages == 0
+    await states.aclose()
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small file system, as root")
+async def test_a_server_whose_disk_was_full_stores_again_when_there_is_room(tmp_path, impatient):
+    folder, filler = tmp_path / "small", tmp_path / "small" / "filler"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(folder)], check=True)
+    try:
+        async with watched(folder / "nats") as (server, connection):
+            trajectories = Trajectories(connection)
+            await trajectories.send("math", b"1", "1")
+            fill(filler)
+            with pytest.raises(NatsError):
+                await until_it_fails(connection.probe)
+            filler.unlink()
+            await until(lambda: server.restarts)
+            await trajectories.send("math", b"2", "2")
+            assert await trajectories.waiting(["math"]) == {"math": 2}
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(file):
+    """Writes until the disk is full."""
+    with open(file, "wb", buffering=0) as opened, suppress(OSError):
+        while True:
+            opened.write(bytes(4096))
 
 
 async def test_a_wrong_token_is_refused(tmp_path):

@@ -24,7 +24,7 @@ from mlx_parallm.extras.cluster.cards import Joining, NodeRole
 from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect
 from mlx_parallm.extras.cluster.head_client import HeadClient
 from mlx_parallm.extras.cluster.members import Members
-from mlx_parallm.extras.cluster.node import running
+from mlx_parallm.extras.cluster.node import build_of, running
 from mlx_parallm.extras.cluster.publisher import Publisher
 from mlx_parallm.extras.cluster.versions import Versions
 
@@ -113,7 +113,7 @@ class Cluster:
             async with HeadClient(self.address, TOKEN) as client:
                 joined = await client.join(Joining(NodeRole.TRAINER, "", None, __version__))
                 async with connect(NatsAddress(joined.nats_url, joined.nats_token), "trainer") as connection:
-                    members = Members(connection)
+                    members = Members(connection, build_of(joined.base.fingerprint))
                     async with running(members.run()):
                         return await work(client, connection, members)
 

@@ -23,7 +23,7 @@ from mlx_parallm.extras.cluster.cards import Joining, NodeRole, SharedVersion
 from mlx_parallm.extras.cluster.connection import NatsAddress, connect
 from mlx_parallm.extras.cluster.head_client import HeadClient
 from mlx_parallm.extras.cluster.members import Members
-from mlx_parallm.extras.cluster.node import running
+from mlx_parallm.extras.cluster.node import build_of, running
 from mlx_parallm.extras.cluster.publisher import Publisher
 from mlx_parallm.extras.cluster.versions import Versions
 
@@ -58,7 +58,7 @@ async def share(nodes: Nodes, adapters: Sequence[Path]) -> list[Shared]:
     async with HeadClient(nodes.address, TOKEN) as client:
         joined = await client.join(Joining(NodeRole.TRAINER, "", None, __version__))
         async with connect(NatsAddress(joined.nats_url, joined.nats_token), "trainer") as connection:
-            members = Members(connection)
+            members = Members(connection, build_of(joined.base.fingerprint))
             publisher = Publisher(client, Versions(connection), members)
             async with running(members.run()):
                 while len(members.present()) < 1 + len(nodes.replicas):

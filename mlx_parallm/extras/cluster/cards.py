@@ -42,6 +42,8 @@ class NodeInfo:
     """Whether it takes requests."""
     incarnation: str = ""
     """It differs after each start of the process."""
+    build: str = ""
+    """The version of its package and the fingerprint of its base model. Nodes with another one are left out."""
 
 
 @dataclass(eq=False, slots=True)

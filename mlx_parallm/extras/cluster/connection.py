@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
+from nats.errors import TimeoutError as NatsTimeoutError
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, KeyValueConfig, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import APIError
@@ -35,11 +36,18 @@ MOST_WAITING, MOST_BYTES = 100_000, 1 << 30
 """So many messages of each adapter fit the stream, and so many bytes in all. New ones are refused when it is full."""
 DUPLICATES_S = 24 * 3600.0
 """How long NATS remembers the ids of trajectories, in seconds. One with an id that it remembers is dropped."""
+PROBE = "probe.storage"
+"""The key of `Connection.probe`: no node, version or adapter has it."""
+_FULL_STREAM = "maximum"
 _RETRY_S = 0.2
 _TIMEOUT_S = 2.0
 _CONNECT_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+class NatsUnreachableError(ConfigError):
+    """NATS does not answer now at its address, or refuses the token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,22 @@ class Connection:
                 with suppress(NatsError):  # what is closed already
                     await watcher.stop()
 
+    async def probe(self) -> None:
+        """Returns when NATS has stored something in each bucket and in the stream.
+
+        Raises:
+            NatsError: it does not. A stream that has as many messages as it may have does not count.
+        """
+        for bucket in (self.nodes, self.versions, self.trainer):
+            await bucket.put(PROBE, b"")
+        try:
+            kept = await self.js.publish(f"{TRAJECTORIES}.{PROBE}", b"")
+        except APIError as error:
+            if _FULL_STREAM not in str(error.description):
+                raise
+        else:
+            await self.js.delete_msg(TRAJECTORIES, kept.seq)
+
     async def begin_again(self) -> None:
         """Ends all watchers, so that `follow` begins again. Called when the connection is there again."""
         for watcher in list(self._watchers):
@@ -122,7 +146,8 @@ async def connect(address: NatsAddress, name: str) -> AsyncIterator[Connection]:
         name: what NATS calls this connection in its own statistics.
 
     Raises:
-        ConfigError: NATS cannot be reached, refuses the token, or has no JetStream.
+        NatsUnreachableError: it does not answer there now, or refuses the token.
+        ConfigError: it has no JetStream.
     """
     opened: list[Connection] = []
 
@@ -172,7 +197,7 @@ async def _reached(address: NatsAddress, name: str, reconnected: Callable[[], Aw
     except (NatsError, OSError, TimeoutError) as error:
         await _close(client)
         reason = problems[0] if problems else error
-        raise ConfigError(
+        raise NatsUnreachableError(
             f"NATS cannot be reached at {address.url}: {reason}; check that it runs there, and the token"
         ) from error
     client.options["allow_reconnect"] = True
@@ -190,7 +215,9 @@ async def _opened(client: Client) -> Connection:
     try:
         buckets = {config.bucket: await js.create_key_value(config) for config in _buckets()}
         await js.add_stream(_trajectories())
-    except (NatsError, APIError) as error:
+    except NatsTimeoutError as error:
+        raise NatsUnreachableError(f"NATS does not answer: {error}") from error
+    except NatsError as error:
         raise ConfigError(
             f"NATS cannot keep the cluster's state: {error}; start it with JetStream, or leave out --nats-url"
         ) from error

@@ -16,12 +16,12 @@ from typing import Protocol
 
 from mlx_parallm import atomic
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
+from mlx_parallm.errors import EngineError, ParaLLMError, RequestError, StorageError
 from mlx_parallm.extras.cluster.archive import unpack
 from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
 from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
 
-_AGAIN_S = 0.5
+_AGAIN_S, _TRY_AGAIN_S = 0.5, 5.0
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class RegistryFollower:
 
     Attributes:
         state: the registry as it was read last.
-        unusable: versions that cannot be served here, with the reason.
+        unusable: versions that cannot be served here, with the reason. Those that could not be written or read are
+            tried again.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RegistryFollower:
         self._held: dict[AdapterRef, SharedVersion] = {}
         self.state = VersionState()
         self.unusable: dict[AdapterRef, str] = {}
+        self._try_again: set[AdapterRef] = set()
 
     @property
     def holds(self) -> tuple[str, ...]:
@@ -92,7 +94,8 @@ class RegistryFollower:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(read())
             while True:
-                await news.wait()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(news.wait(), _TRY_AGAIN_S if self._try_again else None)
                 news.clear()
                 try:
                     await self._follow(self.state)
@@ -104,7 +107,9 @@ class RegistryFollower:
                     _log.error("%s", error)
 
     async def _follow(self, state: VersionState) -> None:
-        self.unusable = {ref: reason for ref, reason in self.unusable.items() if ref in state.staged}
+        usable_again = self._try_again | (self.unusable.keys() - state.staged.keys())
+        self.unusable = {ref: reason for ref, reason in self.unusable.items() if ref not in usable_again}
+        self._try_again.clear()
         for version in list(self._held.values()):
             if not _is_staged(version, state):
                 del self._held[version.ref]
@@ -136,6 +141,8 @@ class RegistryFollower:
         except (ParaLLMError, OSError) as error:  # the other versions are served all the same
             _log.error("%s cannot be served here: %s", version.ref, error)
             self.unusable[version.ref] = str(error)
+            if isinstance(error, OSError | StorageError):  # such as a full disk
+                self._try_again.add(version.ref)
             return
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

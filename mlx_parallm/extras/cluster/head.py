@@ -20,8 +20,9 @@ from mlx_parallm.extras.cluster.archive import check, digest
 from mlx_parallm.extras.cluster.cards import BaseFile, Joined, Joining, NodeRole, SharedBase, SharedVersion
 from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect
 from mlx_parallm.extras.cluster.follower import NodeAdapters
-from mlx_parallm.extras.cluster.nats_server import nats_server
-from mlx_parallm.extras.cluster.node import Node, id_of
+from mlx_parallm.extras.cluster.nats_server import NatsServer, nats_server
+from mlx_parallm.extras.cluster.nats_watch import keep_storing
+from mlx_parallm.extras.cluster.node import Node, id_of, running
 from mlx_parallm.extras.cluster.state import locked_folder, own_token
 from mlx_parallm.extras.cluster.versions import Versions
 
@@ -126,7 +127,7 @@ class Head(Node):
     def __init__(
         self, settings: HeadSettings, token: str, adapters: NodeAdapters, connection: Connection, nats: NatsAddress
     ) -> None:
-        super().__init__(NodeRole.HEAD, token, adapters, settings.folder / "unpacked")
+        super().__init__(NodeRole.HEAD, settings.base.fingerprint, token, adapters, settings.folder / "unpacked")
         self._settings = settings
         self._nats = nats
         self._versions = Versions(connection)
@@ -203,15 +204,23 @@ async def head(settings: HeadSettings, adapters: NodeAdapters) -> AsyncIterator[
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(locked_folder(settings.folder))
         token = settings.token or own_token(folder)
-        nats = await _nats(settings, stack)
+        server = await _own_nats(settings, stack)
+        nats = _address(settings, server)
         connection = await stack.enter_async_context(connect(nats, NodeRole.HEAD.value))
+        if server is not None:
+            await stack.enter_async_context(running(keep_storing(connection, server, folder)))
         node = Head(settings, token, adapters, connection, nats)
         await stack.enter_async_context(node.taking_part(connection))
         yield node
 
 
-async def _nats(settings: HeadSettings, stack: AsyncExitStack) -> NatsAddress:
+async def _own_nats(settings: HeadSettings, stack: AsyncExitStack) -> NatsServer | None:
     if settings.nats_url is not None:
-        return NatsAddress(settings.nats_url)
-    server = await stack.enter_async_context(nats_server(settings.folder / "nats", settings.host))
-    return NatsAddress(f"nats://127.0.0.1:{server.listening.port}", server.listening.token)
+        return None
+    return await stack.enter_async_context(nats_server(settings.folder / "nats", settings.host))
+
+
+def _address(settings: HeadSettings, own: NatsServer | None) -> NatsAddress:
+    if own is None:
+        return NatsAddress(settings.nats_url or "")
+    return NatsAddress(f"nats://127.0.0.1:{own.listening.port}", own.listening.token)

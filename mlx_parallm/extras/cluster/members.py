@@ -2,6 +2,9 @@
 
 A node whose entry has not been renewed for `LEASE_S` seconds is lost. Each node measures this on its own clock, while
 it hears renewals of any node, its own among them. Otherwise NATS is away or stands still, and nobody counts as lost.
+
+A node of another build is left out. `Head.join` refuses it, but a node that is connected does not join again when the
+head is started again with another version or base model within `replica.REJOIN_S`.
 """
 
 from __future__ import annotations
@@ -68,12 +71,14 @@ class Lease:
 class Members:
     """All nodes that are present, as this node sees them. Used on the event loop's thread.
 
-    `lost_total`: how many were lost without a word.
+    `lost_total`: how many were lost without a word. `build`: that of this node.
     """
 
-    def __init__(self, connection: Connection, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, connection: Connection, build: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._connection = connection
+        self._build = build
         self._clock = clock
+        self._left_out: set[str] = set()  # incarnations
         self._members: dict[str, Member] = {}
         self._heard_at = clock()
         self.lost_total = 0
@@ -95,7 +100,11 @@ class Members:
         self._heard_at = self._clock()
         if change.value is None:
             self._drop(change.key)
-        elif (info := from_json(NodeInfo, change.value)) is not None:
+        elif (info := from_json(NodeInfo, change.value)) is None:
+            return
+        elif info.build != self._build:
+            self._leave_out(info)
+        else:
             known = self._members.get(info.id)
             if known is None or known.info.incarnation != info.incarnation:
                 self._drop(info.id)
@@ -128,6 +137,18 @@ class Members:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self.sweep()
+
+    def _leave_out(self, info: NodeInfo) -> None:
+        self._drop(info.id)
+        if info.incarnation not in self._left_out:
+            self._left_out.add(info.incarnation)
+            _log.error(
+                "node %s is left out: it has the version and base model %s, and this node %s; start it again with the "
+                "same",
+                info.id,
+                info.build or "of an earlier release",
+                self._build,
+            )
 
     def _drop(self, node: str) -> None:
         if (member := self._members.pop(node, None)) is not None:

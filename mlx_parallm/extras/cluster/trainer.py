@@ -33,7 +33,7 @@ from mlx_parallm.extras.cluster.cards import Joining, NodeInfo, NodeRole, Shared
 from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect, key_of, stored
 from mlx_parallm.extras.cluster.head_client import HeadClient, HeadUnreachableError
 from mlx_parallm.extras.cluster.members import Lease, Members
-from mlx_parallm.extras.cluster.node import id_of, running
+from mlx_parallm.extras.cluster.node import build_of, id_of, running
 from mlx_parallm.extras.cluster.publisher import Publisher
 from mlx_parallm.extras.cluster.trajectories import Delivery, Trajectories
 from mlx_parallm.extras.cluster.versions import Versions
@@ -137,18 +137,20 @@ class Trainer:
     """The trainer of the adapter `name`, which has its lease.
 
     Args:
+        fingerprint: that of its base model.
         run: names the run, and is the same after a restart.
     """
 
-    def __init__(self, client: HeadClient, connection: Connection, name: str, run: str) -> None:
+    def __init__(self, client: HeadClient, connection: Connection, fingerprint: str, name: str, run: str) -> None:
         self.name = name
         self.id = id_of(NodeRole.TRAINER, run)
         self._client = client
         self._versions = Versions(connection)
-        self._members = Members(connection)
         self._trajectories = Trajectories(connection)
         self.lease = TrainerLease(connection, self._versions, name, self.id)
         self._presence = Lease(connection, self._describe)
+        self._build = build_of(fingerprint)
+        self._members = Members(connection, self._build)
         self._incarnation = secrets.token_hex(8)
 
     @asynccontextmanager
@@ -163,7 +165,7 @@ class Trainer:
             yield
 
     def _describe(self) -> NodeInfo:
-        return NodeInfo(self.id, NodeRole.TRAINER, "", incarnation=self._incarnation)
+        return NodeInfo(self.id, NodeRole.TRAINER, "", incarnation=self._incarnation, build=self._build)
 
     # -- versions --------------------------------------------------------------------------------
 
@@ -233,6 +235,6 @@ async def trainer(address: str, token: str, fingerprint: str, name: str, run: st
     async with HeadClient(address, token) as client:
         joined = await client.join(Joining(NodeRole.TRAINER, "", fingerprint, __version__))
         async with connect(NatsAddress(joined.nats_url, joined.nats_token), NodeRole.TRAINER.value) as connection:
-            node = Trainer(client, connection, name, run)
+            node = Trainer(client, connection, fingerprint, name, run)
             async with node.taking_part():
                 yield node

@@ -19,7 +19,7 @@ from nats.js.errors import KeyNotFoundError, KeyWrongLastSequenceError
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConflictError
 from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
-from mlx_parallm.extras.cluster.connection import Connection, key_of, stored
+from mlx_parallm.extras.cluster.connection import PROBE, Connection, key_of, stored
 from mlx_parallm.extras.cluster.records import from_json, to_json
 
 KEPT = 3
@@ -127,6 +127,8 @@ class Versions:
         async for change in self._connection.follow(self._bucket):
             if change is None:
                 complete = True
+            elif change.key == PROBE:
+                continue
             elif change.value is None:
                 keys.pop(change.key, None)
             elif change.key.startswith("trained."):

@@ -153,6 +153,7 @@ class NodeObject(NodeInfo):
     """A node that is present."""
 
     incarnation: str = field(metadata=NOT_SENT)
+    build: str = field(metadata=NOT_SENT)
     requests: int
     """Requests that the head has sent it. 0 in the answers of other nodes."""
 
