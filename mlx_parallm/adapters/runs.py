@@ -18,6 +18,7 @@ run is resumed. `adapter_in` finds the checkpoint that a path into such a folder
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -51,6 +52,8 @@ _CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]{0,14})")
 TAGS_TYPE = TypeAdapter(dict[str, str])
 VERSIONS_FILE = "versions.json"
 _COPY = re.compile(r"version-(0|[1-9][0-9]{0,8})")
+_log = logging.getLogger(__name__)
+
 _CONTENTS = 100
 """Of how many contents an adapter's numbers are kept, the newest ones."""
 
@@ -393,10 +396,13 @@ class KeptVersions:
 
     def _prune(self, adapter: str, known: Collection[int]) -> None:
         assert self._folder is not None
-        for path in (self._folder / adapter).iterdir():
-            match = _COPY.fullmatch(path.name)
-            if match and int(match[1]) not in known:
-                atomic.remove(atomic.hide(path))
+        try:
+            for path in (self._folder / adapter).iterdir():
+                match = _COPY.fullmatch(path.name)
+                if match and int(match[1]) not in known:
+                    atomic.remove(atomic.hide(path))
+        except OSError as error:
+            _log.warning("a copy of a version of %s could not be removed: %s", adapter, error.strerror)
 
 
 def _read_versions(path: Path) -> LoadedVersions:

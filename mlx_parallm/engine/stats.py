@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from pathlib import Path
@@ -25,6 +26,8 @@ from mlx_parallm.kv.blocks import BLOCK_TOKENS
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.memory import AnyStore
 from mlx_parallm.model.device import MemoryLimits
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -232,10 +235,16 @@ class UnitTrace:
     def close(self) -> None:
         """Closes the file. Nothing is recorded afterwards."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what it has not written yet is lost
+                self._file.close()
             self._file = None
 
     def _write(self, separator: str, **event: object) -> None:
         """Appends one event. Times are in microseconds."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(f"{separator}\n{json.dumps({'pid': os.getpid(), 'tid': 1, **event})}")
+        except OSError as error:  # the disk is full, which must not fail the unit
+            _log.warning("debug.trace: nothing more is recorded: %s", error.strerror)
+            self.close()

@@ -22,6 +22,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,8 @@ _log = logging.getLogger(__name__)
 _SUFFIX = ".kv"
 _INTERRUPTED_S = 60.0
 """Age in seconds at which a temporary file counts as left behind by a server that was killed."""
+_RETRY_S = 60.0
+"""Time without writing after a file could not be written."""
 _FORMAT = 1
 _DIGEST_BYTES = 32
 
@@ -165,7 +168,6 @@ class PrefixStore:
 
     Attributes:
         model: identifies the model, and the shapes and dtypes of what it keeps for a row.
-        writes: false from the first time that a file could not be written, because the disk is full for example.
         written: blocks and states written.
         damaged: files that did not hold the block that their name says. They are removed.
 
@@ -189,7 +191,6 @@ class PrefixStore:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model_key(fingerprint, layout)
-        self.writes = True
         self.written = self.damaged = 0
         self._folder = folder
         self._shapes = {False: shapes(layout), True: state_shapes(layout)}  # by `BlockName.is_state`
@@ -197,6 +198,7 @@ class PrefixStore:
         self._worker = worker
         self._wake = wake
         self._writing: Future[None] | None = None
+        self._failed_at: float | None = None  # monotonic; None: the last file was written
         atomic.make_folder(folder.absolute().parent)
         folder.mkdir(mode=0o700, exist_ok=True)
         self._files: set[bytes] = set()
@@ -205,6 +207,11 @@ class PrefixStore:
     def __contains__(self, key: bytes) -> bool:
         """Whether there was a file of this name when the folder was last looked at. Does not use the disk."""
         return key in self._files
+
+    @property
+    def writes(self) -> bool:
+        """False for `_RETRY_S` after a file could not be written, because the disk is full for example."""
+        return self._failed_at is None or time.monotonic() >= self._failed_at + _RETRY_S
 
     @property
     def may_write(self) -> bool:
@@ -237,9 +244,11 @@ class PrefixStore:
                     self._mark_used(block.name)
                     self.written += 1
             self._trim()
+            self._failed_at = None
         except OSError as error:
-            self.writes = False
-            _log.warning("cached prefixes are no longer written to %s: %s", self._folder, error.strerror)
+            if self._failed_at is None:
+                _log.warning("cached prefixes cannot be written to %s now: %s", self._folder, error.strerror)
+            self._failed_at = time.monotonic()
 
     def _read(self, names: Sequence[BlockName]) -> list[HostBlock]:
         blocks = []
@@ -247,7 +256,8 @@ class PrefixStore:
             for name in names:
                 data = self._path(name.key).read_bytes()
                 blocks.append(HostBlock(name, decode(data, name.ids, self._shapes[name.is_state])))
-                self._mark_used(name)
+                with suppress(OSError):  # the disk is read-only
+                    self._mark_used(name)
         except OSError:  # another server has removed it
             self._files.discard(name.key)
         except BlockFileError as error:
@@ -275,7 +285,8 @@ class PrefixStore:
     def _remove_damaged(self, key: bytes, error: BlockFileError) -> None:
         self.damaged += 1
         _log.warning("%s is removed: %s", self._path(key), error)
-        self._path(key).unlink(missing_ok=True)
+        with suppress(OSError):  # it is not read again in any case
+            self._path(key).unlink(missing_ok=True)
 
     def _trim(self) -> None:
         """Looks at the folder anew. Removes the files used least recently beyond the limit, and temporary files that

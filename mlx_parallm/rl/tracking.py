@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from mlx_parallm import atomic
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.rl.status import TrainingEvent, UpdateReport, UpdateStatus
 
@@ -70,12 +71,7 @@ class JsonlTracker:
             **record.fields,
             "step": record.step,
         }
-        data = (json.dumps(line, default=str) + "\n").encode()
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
+        atomic.append_lines(self._path, (json.dumps(line, default=str) + "\n").encode(), mode=0o644)
 
     def close(self) -> None:
         """Nothing is open between two records."""

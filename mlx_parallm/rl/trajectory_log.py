@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mlx_parallm import atomic
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.rl.trajectories import GroupMember, TrajectoryGroup
 
@@ -61,7 +62,9 @@ class TrajectoryLog:
     def _append(self, records: Sequence[dict[str, Any]]) -> None:
         try:
             lines = [json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) for record in records]
-            _write(self._path, "".join(line + "\n" for line in lines).encode(errors="backslashreplace"))
+            data = "".join(line + "\n" for line in lines).encode(errors="backslashreplace")
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            atomic.append_lines(self._path, data, mode=0o600)
         except (OSError, ValueError, TypeError, RecursionError) as error:
             if not self._failed:
                 _log.error("trajectories cannot be written to the trajectory log: %s", error)
@@ -73,21 +76,6 @@ class TrajectoryLog:
 def of_trainee(adapter: str) -> Wanted:
     """Whether a line is a trajectory that has trained an adapter."""
     return lambda record: record.get("trainee") == adapter
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Appends all of `data` or nothing. If a crash has cut off the last line of the file, a newline ends it first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            data = b"\n" + data
-        if os.write(descriptor, data) != len(data):
-            os.ftruncate(descriptor, size)
-            raise OSError("the disk is full")
-    finally:
-        os.close(descriptor)
 
 
 def _record(group: TrajectoryGroup, member: GroupMember, trajectory: Trajectory) -> dict[str, Any]:
@@ -127,11 +115,14 @@ def remove_lines(path: Path, unwanted: Wanted) -> None:
         return
     aside = path.with_name(f".tmp-{path.name}")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, path.stat().st_mode & 0o777)
-    with os.fdopen(descriptor, "wb") as file:
-        file.writelines(line for line, found in _lines(path, unwanted) if not found)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(line for line, found in _lines(path, unwanted) if not found)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _lines(path: Path, wanted: Wanted) -> Iterator[tuple[bytes, bool]]:

@@ -9,15 +9,16 @@ call a server on localhost, directly (which the Origin header shows) or through 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import UTC, datetime
-from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
@@ -30,7 +31,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from mlx_parallm.atomic import write_file
+from mlx_parallm.atomic import append_lines
 from mlx_parallm.config import ServerConfig
 from mlx_parallm.errors import ConfigError, OverloadedError, RequestError, RoleError
 from mlx_parallm.logs import log_context
@@ -77,6 +78,8 @@ from mlx_parallm.server.services import Services
 
 if TYPE_CHECKING:
     from mlx_parallm.server.traces import Traces
+
+_log = logging.getLogger(__name__)
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,252}", re.ASCII)
@@ -270,7 +273,7 @@ class Guard:
             await (self._changed if access.audited and app is self._app else app)(scope, receive, send)
         finally:
             if self._audit is not None and (access.audited or record_of(scope).controls):
-                self._audit.write(record_of(scope), scope)
+                await self._audit.write(record_of(scope), scope)
 
     def _admitted(self, scope: Scope, app: ASGIApp, role: Role) -> ASGIApp:
         """`app`, or the refusal of a request without a key that has this role."""
@@ -371,7 +374,7 @@ class AuditLog:
     what, when, and what came of it. It has no text of prompts or answers, because it has nothing of a request's body.
 
     Appends to a file that only its owner can read. A file that was moved away is made again, so that programs that
-    rotate logs may move it.
+    rotate logs may move it. No other request waits for a slow disk.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -380,17 +383,23 @@ class AuditLog:
     def __init__(self, file: Path) -> None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            if not file.exists():
-                write_file(file, b"", mode=0o600)
-            self._handler = WatchedFileHandler(file, encoding="utf-8")
+            append_lines(file, b"", mode=0o600)
         except OSError as error:
             raise ConfigError(f"audit_log: {file} cannot be written: {error.strerror}") from error
+        self._file = file
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="audit-log")
 
-    def write(self, record: RequestRecord, scope: Scope) -> None:
-        """Adds the line of a request that has ended. A fault of the disk is reported on stderr, and the request is
-        answered all the same."""
+    async def write(self, record: RequestRecord, scope: Scope) -> None:
+        """Adds the line of a request that has ended. If the disk fails, the line is in the server's own log instead,
+        and the request is answered all the same."""
         line = json.dumps(_line(record, scope), separators=(",", ":"))
-        self._handler.handle(logging.LogRecord("audit", logging.INFO, "", 0, line, None, None))
+        await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._worker, self._append, line))
+
+    def _append(self, line: str) -> None:
+        try:
+            append_lines(self._file, f"{line}\n".encode(), mode=0o600)
+        except OSError as error:
+            _log.error("the audit log cannot be written (%s): %s", error.strerror, line)
 
 
 def _line(record: RequestRecord, scope: Scope) -> dict[str, object]:

@@ -15,8 +15,10 @@ import numpy as np
 from mlx.optimizers import AdamW, cosine_decay, join_schedules, linear_schedule
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from numpy.typing import NDArray
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
+from mlx_parallm import atomic
 from mlx_parallm.adapters.weights import ALL_LINEAR, AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfig
 from mlx_parallm.config.types import human_bytes
@@ -45,8 +47,8 @@ class PolicySnapshot:
     step: int
 
     def save(self, folder: Path) -> None:
-        """Writes the optimizer's state and the step; the weights are in the adapter's own files."""
-        save_file(dict(self.optimizer), folder / _OPTIMIZER_FILE)
+        """Writes the optimizer's state and the step; the weights are in the adapter's own files. Raises OSError."""
+        atomic.write_file(folder / _OPTIMIZER_FILE, save(dict(self.optimizer)))  # `save_file` raises no OSError
         (folder / _TRAINER_FILE).write_text(json.dumps({"step": self.step}) + "\n")
 
     @classmethod
@@ -54,8 +56,8 @@ class PolicySnapshot:
         """Reads a checkpoint. Raises AdapterFileError: it has no state of a trainer, or a damaged one."""
         try:
             facts = json.loads((folder / _TRAINER_FILE).read_text())
-            return cls(weights, load_file(folder / _OPTIMIZER_FILE), int(facts["step"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls(weights, load((folder / _OPTIMIZER_FILE).read_bytes()), int(facts["step"]))
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise AdapterFileError(
                 f"{folder.name} holds no usable state of a trainer: save it from a training run"
             ) from error

@@ -64,6 +64,21 @@ def test_copies_of_versions_that_nobody_knows_are_removed(tmp_path: Path) -> Non
     ]
 
 
+def test_a_copy_that_cannot_be_removed_fails_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptVersions(tmp_path)
+    copy = kept.copy_of(ref(1))
+    assert copy is not None
+    copy.mkdir(parents=True)
+
+    def fails(folder: Path) -> Path:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(atomic, "hide", fails)
+    kept.set_live("tone", [2], 2, {2})
+    assert KeptVersions(tmp_path).of("tone").live == (2,)
+    assert copy.exists()
+
+
 def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, data: bytes, mode: int = 0) -> None:
         raise OSError(28, "No space left on device")

@@ -2,6 +2,7 @@
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from harness import make_harness
@@ -28,6 +29,15 @@ def test_every_unit_is_in_the_trace_in_order(tmp_path):
     assert rows == [0] + [1] * (made.loop.counters.steps - 1)
     assert all(unit["dur"] > 0 for unit in units)
     assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in pairwise(units))
+
+
+def test_a_full_disk_ends_the_trace_and_no_request(tmp_path, caplog):
+    made = make_harness(trace=Path("/dev/full"))
+    made.answer("a", [5, 6, 7, 8], max_tokens=3)
+    assert len(made.tokens("a")) == 3
+    assert [each.getMessage() for each in caplog.records] == [
+        "debug.trace: nothing more is recorded: No space left on device"
+    ]
 
 
 def test_a_trace_that_cannot_be_written_is_named(tmp_path):

@@ -19,6 +19,7 @@ from mlx_parallm.errors import StorageError
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory
 from mlx_parallm.kv.disk import (
+    _RETRY_S,
     BlockName,
     HostBlock,
     PrefixStore,
@@ -173,22 +174,49 @@ def test_beyond_the_limit_the_least_recently_used_chains_go_from_their_end(tmp_p
     )
 
 
-def test_a_full_disk_ends_the_writing_with_one_warning(tmp_path, monkeypatch, caplog) -> None:
+def test_a_full_disk_is_tried_again_only_after_a_while_and_warned_about_once(tmp_path, monkeypatch, caplog) -> None:
     kept, wanted = filled(tmp_path)
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    tried = 0
 
     def no_room(descriptor: int) -> None:
+        nonlocal tried
+        tried += 1
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", no_room)
-    for name in names(kept, TEXT[1000:1400]):
-        if kept.may_write:
-            kept.write([block(name)])
-    assert not kept.writes
+    others = names(kept, TEXT[1000:1400])
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", no_room)
+        for _ in range(2):
+            for name in others:
+                if kept.may_write:
+                    kept.write([block(name)])
+            assert not kept.writes
+            now += _RETRY_S
+    assert tried == 2
     assert [record.getMessage() for record in caplog.records] == [
-        f"cached prefixes are no longer written to {tmp_path}: No space left on device"
+        f"cached prefixes cannot be written to {tmp_path} now: No space left on device"
     ]
     assert len(list(tmp_path.iterdir())) == 6, "nothing is left behind"
     assert read(kept, wanted) == [1, 2, 3, 4, 5, 6]
+    assert kept.may_write, "there may be room again"
+    kept.write([block(name) for name in others])
+    assert len(list(tmp_path.iterdir())) == 12
+
+
+def test_a_disk_that_became_read_only_is_still_read(tmp_path, monkeypatch) -> None:
+    kept, wanted = filled(tmp_path)
+    one_bit(tmp_path, wanted, kept)
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    assert read(kept, wanted) == [1, 2], "the third is damaged, and cannot be removed"
+    assert read(kept, wanted[3:]) == [4, 5, 6]
+    assert [name.key in kept for name in wanted] == [True] * 2 + [False] + [True] * 3
 
 
 def test_what_a_killed_server_left_is_removed_and_what_another_one_is_writing_is_not(tmp_path, monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -104,6 +105,19 @@ def test_the_jsonl_file_has_a_line_for_each_record_and_is_appended_to(tmp_path: 
     second = {"at": 8.5, "kind": "evaluation", "step": 2, "eval_mean": 0.75}
     assert lines == 2 * [{**first, "adapter": "default", "version": 4}, {**second, "adapter": "tone", "version": 1}]
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_line_that_the_disk_had_no_room_for_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "metrics.jsonl", os.write
+    path.write_text('{"step": 1}\n{"st')
+    tracker = JsonlTracker(path)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, data: real(descriptor, data[:20]))
+        with pytest.raises(OSError, match="No space left on device"):
+            tracker.write(UPDATE)
+    tracker.write(OTHER)
+    first, cut, last = path.read_text().splitlines()
+    assert (json.loads(first)["step"], cut, json.loads(last)["step"]) == (1, '{"st', 2)
 
 
 MODULES = {TrackerName.TENSORBOARD: "tensorboardX"}

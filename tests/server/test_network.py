@@ -1,5 +1,6 @@
 """At home on a local network: names of this machine, flags in refusals, HTTPS, the audit log."""
 
+import asyncio
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import socket
 import ssl
 import stat
 import subprocess
+import threading
 
 import httpx
 import pytest
@@ -153,6 +155,37 @@ async def test_control_actions_are_audited_and_prompts_are_not(make_client, tmp_
     assert paused["time"].endswith("+00:00")
     assert [(line["key"], line["path"]) for line in rest] == [(None, "/sleep"), ("boss", "/v1/load_lora_adapter")]
     assert stat.S_IMODE(os.stat(log).st_mode) == 0o600
+
+
+async def test_a_line_that_a_full_disk_refuses_is_in_the_log_and_the_action_is_done(
+    make_client, tmp_path, monkeypatch, caplog
+):
+    log, real = tmp_path / "audit.jsonl", os.write
+    client = make_client(audit_log=log)
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", lambda descriptor, data: real(descriptor, data[: len(data) // 2]))
+        assert (await client.post("/pause?mode=keep")).status_code == 200
+    assert (await client.post("/resume")).status_code == 200
+    assert [json.loads(line)["path"] for line in log.read_text().splitlines()] == ["/resume"]
+    (message,) = [each.getMessage() for each in caplog.records if each.levelname == "ERROR"]
+    assert message.startswith("the audit log cannot be written (No space left on device): {")
+    assert '"path":"/pause"' in message
+
+
+async def test_a_slow_disk_under_the_audit_log_holds_up_nobody_else(make_client, tmp_path, monkeypatch):
+    client, slow, real = make_client(audit_log=tmp_path / "audit.jsonl"), threading.Event(), os.write
+
+    def write(descriptor, data):
+        assert slow.wait(10), "the event loop waits for the disk"
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    pausing = asyncio.create_task(client.post("/pause?mode=keep"))
+    await asyncio.sleep(0.05)
+    assert (await client.get("/health")).status_code == 200
+    assert not pausing.done(), "its line is not written yet"
+    slow.set()
+    assert (await pausing).status_code == 200
 
 
 def test_an_audit_log_that_cannot_be_written_stops_the_start(make_client, tmp_path):

@@ -89,3 +89,21 @@ def test_damaged_facts_of_a_checkpoint_are_refused(tmp_path, text: str) -> None:
     (tmp_path / "trainer.json").write_text(text)
     with pytest.raises(AdapterFileError, match="no usable state of a trainer"):
         PolicySnapshot.load(tmp_path, saved.weights)
+
+
+def test_a_damaged_state_of_the_optimizer_is_refused(tmp_path) -> None:
+    trainer, _ = make_trainer()
+    saved = snapshot(make_policy(trainer))
+    saved.save(tmp_path)
+    (tmp_path / "optimizer.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(AdapterFileError, match="no usable state of a trainer"):
+        PolicySnapshot.load(tmp_path, saved.weights)
+
+
+def test_a_disk_that_fails_is_told_as_one(tmp_path) -> None:
+    """The writer of safetensors would raise an error of its own, which no caller takes for the disk's."""
+    trainer, _ = make_trainer()
+    saved = snapshot(make_policy(trainer))
+    (tmp_path / "optimizer.safetensors").mkdir()
+    with pytest.raises(OSError, match="Is a directory"):
+        saved.save(tmp_path)
