@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -26,7 +27,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change to a file. `function`: the qualified name of the one it is in. `start`, `end`: bytes of the file."""
+    """One change to a file. `function`: the qualified name of the one it is in. `start`, `end`: bytes of the file.
+    `key` stays the same for as long as the function does, whatever else changes in the file."""
 
     file: str
     function: str
@@ -35,6 +37,7 @@ class Mutant:
     after: str
     start: int
     end: int
+    key: str
 
     def applied(self, source: bytes) -> bytes:
         return source[: self.start] + self.after.encode() + source[self.end :]
@@ -45,27 +48,31 @@ def mutants(file: str, source: bytes) -> list[Mutant]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
+
+    def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
+        last = node.end_lineno or node.lineno
+        return starts[node.lineno - 1] + node.col_offset, starts[last - 1] + (node.end_col_offset or 0)
+
     found = []
-    for function, statement in _statements(ast.parse(source), ""):
-        for node, after in _changes(statement):
-            start = starts[node.lineno - 1] + node.col_offset
-            end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-            found.append(Mutant(file, function, node.lineno, source[start:end].decode(), after, start, end))
+    for name, function in _functions(ast.parse(source), ""):
+        first, last = span(function)
+        text = f"{file}:{name}:{source[first:last].decode()}"
+        for node, after in (change for statement in function.body for change in _changes(statement)):
+            start, end = span(node)
+            key = hashlib.sha256(f"{text}:{start - first}:{end - first}:{after}".encode()).hexdigest()[:10]
+            found.append(Mutant(file, name, node.lineno, source[start:end].decode(), after, start, end, key))
     return sorted(found, key=lambda each: (each.start, each.end, each.after))
 
 
-def _statements(parent: ast.AST, name: str) -> Iterator[tuple[str, ast.stmt]]:
-    """The statements of all functions below a node, each with its function's qualified name. The statements in the
-    body of another one, such as `if`, come with it."""
+def _functions(parent: ast.AST, name: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """All functions below a node, each with its qualified name."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, _FUNCTIONS):
             own = f"{name}{node.name}"
-            yield from ((own, statement) for statement in node.body)
-            yield from _statements(ast.Module(node.body, []), f"{own}.<locals>.")
-        elif isinstance(node, ast.ClassDef):
-            yield from _statements(node, f"{name}{node.name}.")
+            yield own, node
+            yield from _functions(ast.Module(node.body, []), f"{own}.<locals>.")
         else:
-            yield from _statements(node, name)
+            yield from _functions(node, f"{name}{node.name}." if isinstance(node, ast.ClassDef) else name)
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
