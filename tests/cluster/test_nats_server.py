@@ -43,6 +43,9 @@ async def test_the_registry_and_the_address_outlive_a_restart(tmp_path):
         await Versions(connection).stage(VERSION)
         live = await Versions(connection).go_live(VERSION, None)
         first = server.listening
+        kept = [file for file in tmp_path.rglob("*") if file.is_file()]
+        assert len(kept) > 3
+        assert [file for file in kept if file.stat().st_mode & 0o007] == [], "the token and prompts are in them"
     async with nats_server(tmp_path, "127.0.0.1") as server, connect(address_of(server), "test") as connection:
         assert server.listening == first
         assert await Versions(connection).live("math") == live

@@ -52,6 +52,7 @@ async def test_each_trajectory_is_one_line_once_its_fate_is_known(tmp_path: Path
     assert lines[0]["completion_token_ids"] == [3, 4]
     assert (lines[0]["adapter"], lines[0]["scoring_function"]) == ("math@4", "exact")
     assert file.failures == 0
+    assert (tmp_path / "log" / "t.jsonl").stat().st_mode & 0o077 == 0, "prompts and answers are in it"
 
 
 async def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path) -> None:

@@ -47,6 +47,17 @@ async def test_leaving_aborts(serving, engine, adapters, metric, phase, stream):
             assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="abort"}') == 2
 
 
+async def test_a_client_that_closes_its_side_counts_as_gone(serving, engine):
+    engine.pause_before = PHASES["decode"]
+    async with serving() as server:
+        reader, writer = await post(server.port, {"prompt": "x"})
+        await asyncio.wait_for(engine.paused.wait(), PATIENCE_S)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
+        await eventually(lambda: engine.aborted == 1 and not engine.live)
+        writer.close()
+
+
 @pytest.mark.parametrize(
     ("path", "body", "done"),
     [

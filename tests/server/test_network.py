@@ -188,6 +188,18 @@ async def test_a_slow_disk_under_the_audit_log_holds_up_nobody_else(make_client,
     assert (await pausing).status_code == 200
 
 
+async def test_an_audit_log_that_was_moved_away_is_made_again_for_its_owner_alone(make_client, tmp_path):
+    log, rotated = tmp_path / "audit.jsonl", tmp_path / "audit.1.jsonl"
+    client = make_client(audit_log=log)
+    assert (await client.post("/pause?mode=keep")).status_code == 200
+    log.rename(rotated)
+    assert (await client.post("/resume")).status_code == 200
+    for file, path in ((rotated, "/pause"), (log, "/resume")):
+        (line,) = file.read_text().splitlines()
+        assert json.loads(line)["path"] == path
+        assert stat.S_IMODE(os.stat(file).st_mode) == 0o600
+
+
 def test_an_audit_log_that_cannot_be_written_stops_the_start(make_client, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"audit_log: .* cannot be written"):

@@ -50,6 +50,12 @@ async def test_a_generation_leaves_one_line(client, engine, adapters, lines):
     assert "secret" not in json.dumps(line)
 
 
+async def test_the_lines_can_be_turned_off(make_client, lines):
+    for access_log in (False, True):
+        assert (await make_client(access_log=access_log).post(COMPLETIONS, json={"prompt": "x"})).status_code == 200
+        assert bool(lines()) is access_log
+
+
 @pytest.mark.parametrize(
     ("ask", "route", "status", "error"),
     [
