@@ -105,6 +105,9 @@ def add_middlewares(app: FastAPI, services: Services, traces: Traces | None = No
     app.add_middleware(EntryMiddleware, config=config, metrics=services.metrics, traces=traces)
 
 
+MAX_HEADER_BYTES = 64 * 1024
+
+
 class EntryMiddleware:
     """The first to see a request and the last to see its response.
 
@@ -115,7 +118,8 @@ class EntryMiddleware:
     - A path with control characters is answered with 400: a newline at its end would be no part of it for the router.
     - The answer is 403 unless the Host header is accepted, and every Origin header is accepted or names this server.
       Pages of other sites may send no Origin, as for an image; they may only open the pages for people.
-    - A request with Content-Length and Transfer-Encoding is answered with 400.
+    - A request with Content-Length and Transfer-Encoding is answered with 400, and so is one with very large headers.
+      (h11 ends those that come in pieces earlier.)
     - Exceptions that no handler expected are answered here, and raised again for uvicorn to log.
     """
 
@@ -188,6 +192,8 @@ class EntryMiddleware:
         headers = Headers(scope=scope)
         if "transfer-encoding" in headers and "content-length" in headers:  # RFC 9112, section 6.1: request smuggling
             return FramingError("Transfer-Encoding and Content-Length contradict each other; send one of them.")
+        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
+            return FramingError(f"The headers are larger than {MAX_HEADER_BYTES >> 10} KiB.")
         host = headers.get("host", "")
         try:
             parts = urlsplit(f"//{host}")

@@ -68,7 +68,7 @@ class MalformedPathError(RequestError):
 
 
 class FramingError(RequestError):
-    """The headers say in two ways where the body ends."""
+    """The headers say in two ways where the body ends, or are too large."""
 
 
 class UnknownRouteError(RequestError):

@@ -18,10 +18,10 @@ from fastapi import FastAPI
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.server.address import BACKLOG, bind
 from mlx_parallm.server.connections import ConnectionLimits, LimitedProtocol, reserve_open_files
+from mlx_parallm.server.entry import MAX_HEADER_BYTES
 from mlx_parallm.server.services import Services
 from mlx_parallm.tasks import release
 
-MAX_HEADER_BYTES = 64 * 1024
 ACCEPTED_AT_ONCE = 128
 """Connections that asyncio accepts per loop iteration. If no more files can be opened, it logs a trace for each, each
 second."""

@@ -1,6 +1,7 @@
 """HTTP as bytes on real sockets: what is malformed, or could be read in two ways, reaches no route."""
 
 import asyncio
+import contextlib
 import re
 
 import pytest
@@ -53,6 +54,19 @@ async def test_what_is_malformed_is_answered_once_and_reaches_no_route(serving, 
         answers = dict(zip(MALFORMED, await asyncio.gather(*sent), strict=True))
     assert answers.pop("HTTP/2") == [403, 400], "its first line has the form of a request, without a Host header"
     assert {name: statuses for name, statuses in answers.items() if statuses != [400]} == {}
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("header", [b"X: " + b"a" * 100_000, b"X: a\r\n" * 20_000], ids=["long", "many"])
+async def test_headers_have_a_largest_size(serving, engine, header):
+    async with serving(api_key="secret") as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(POST + header + b"\r\n\r\n")
+        with contextlib.suppress(ConnectionError):  # it may close with the rest of them unread
+            answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
+            assert answer.startswith(b"HTTP/1.1 400 ")
+        writer.close()
+        assert await answers_to(server, GET + KEY + b"Connection: close\r\n\r\n") == [200]
     assert not engine.requests
 
 
