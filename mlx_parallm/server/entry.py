@@ -13,7 +13,6 @@ import asyncio
 import base64
 import json
 import logging
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
