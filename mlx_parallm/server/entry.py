@@ -53,6 +53,7 @@ from mlx_parallm.server.errors import (
     ApiKeyError,
     ForbiddenOriginError,
     FramingError,
+    HeadersTooLargeError,
     MalformedPathError,
     MethodError,
     UnknownRouteError,
@@ -117,8 +118,8 @@ class EntryMiddleware:
     - A path with control characters is answered with 400: a newline at its end would be no part of it for the router.
     - The answer is 403 unless the Host header is accepted, and every Origin header is accepted or names this server.
       Pages of other sites may send no Origin, as for an image; they may only open the pages for people.
-    - A request with Content-Length and Transfer-Encoding is answered with 400, and so is one with very large headers.
-      (h11 ends those that come in pieces earlier.)
+    - A request with Content-Length and Transfer-Encoding is answered with 400.
+    - One with very large headers is answered with 431, or with 400 by h11 if they come in pieces.
     - Exceptions that no handler expected are answered here, and raised again for uvicorn to log.
     """
 
@@ -191,8 +192,8 @@ class EntryMiddleware:
         headers = Headers(scope=scope)
         if "transfer-encoding" in headers and "content-length" in headers:  # RFC 9112, section 6.1: request smuggling
             return FramingError("Transfer-Encoding and Content-Length contradict each other; send one of them.")
-        if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADER_BYTES:
-            return FramingError(f"The headers are larger than {MAX_HEADER_BYTES >> 10} KiB.")
+        if sum(len(name) + len(value) + 4 for name, value in headers.raw) > MAX_HEADER_BYTES:
+            return HeadersTooLargeError(f"The headers are larger than {MAX_HEADER_BYTES >> 10} KiB.")
         host = headers.get("host", "")
         try:
             parts = urlsplit(f"//{host}")

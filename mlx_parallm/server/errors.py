@@ -68,7 +68,11 @@ class MalformedPathError(RequestError):
 
 
 class FramingError(RequestError):
-    """The headers say in two ways where the body ends, or are too large."""
+    """The headers say in two ways where the body ends."""
+
+
+class HeadersTooLargeError(RequestError):
+    """The headers are longer than the server takes."""
 
 
 class UnknownRouteError(RequestError):
@@ -166,6 +170,7 @@ RULES: Mapping[type[Exception], ErrorRule] = {
     BodyTooLargeError: ErrorRule(413, "body_too_large"),
     MediaTypeError: ErrorRule(415, "unsupported_media_type"),
     OverloadedError: ErrorRule(429, "rate_limit_exceeded"),
+    HeadersTooLargeError: ErrorRule(431, "headers_too_large"),
     StepFailedError: ErrorRule(500, "step_failed", "The step that carried this request failed; try again."),
     QueueTimeoutError: ErrorRule(503, "queue_timeout"),
     DeviceMemoryError: ErrorRule(
