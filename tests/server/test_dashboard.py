@@ -3,6 +3,7 @@
 import gzip
 import re
 import runpy
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,9 @@ def test_no_text_of_a_prompt_becomes_part_of_the_page():
 
 
 def test_the_types_of_the_page_belong_to_the_document():
+    lock = (ROOT / "requirements.lock").read_text()
+    if not all(f"\n{name}=={metadata.version(name)} " in lock for name in ("fastapi", "pydantic")):
+        pytest.skip("they write the document a little differently in each version")
     page = runpy.run_path(str(ROOT / "scripts" / "page_schemas.py"))["page_schemas"]()
     schema = (ROOT / "dashboard" / "src" / "api" / "schema.ts").read_text("utf-8")
     assert page["description"] in schema, "run scripts/dashboard, which needs Node, and commit what it makes"
