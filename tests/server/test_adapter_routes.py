@@ -15,6 +15,7 @@ from mlx_parallm.errors import (
     ConflictError,
     EngineDeadError,
     InvalidRequestError,
+    StorageError,
 )
 from mlx_parallm.extras.competition.comparison import ComparisonSpec
 
@@ -241,6 +242,7 @@ async def test_an_adapter_in_training_is_saved_by_what_trains_it(client, adapter
         (ConflictError("a route leads to it"), 409, "conflict"),
         (AdapterUnavailableError("/home/me"), 503, "adapter_unavailable"),
         (EngineDeadError("/home/me"), 503, "engine_dead"),
+        (StorageError("the disk is full"), 507, "storage_failed"),
         (OSError(28, "No space left on device", "/home/me"), 500, "internal_error"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
@@ -250,7 +252,7 @@ async def test_18_a_refusal_of_the_adapters_is_worded_and_hurts_nobody(client, a
     response = await client.post(path, json=POSTS[path])
     told = fault(response)
     assert (response.status_code, told["code"], told["param"]) == (status, code, getattr(error, "param", None))
-    assert (told["message"] == str(error)) == (status < 500)
+    assert (told["message"] == str(error)) == (status < 500 or code == "storage_failed")
     assert "/home" not in response.text
     assert response.headers.get("x-should-retry") == ("false" if status == 409 else None)
     assert (await client.post("/v1/completions", json={"prompt": "x", "model": "math"})).status_code == 200

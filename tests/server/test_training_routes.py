@@ -15,6 +15,7 @@ from mlx_parallm.errors import (
     EngineDeadError,
     InvalidRequestError,
     StepFailedError,
+    StorageError,
     TrainingDisabledError,
     UnknownTrajectoryError,
 )
@@ -253,6 +254,7 @@ async def test_bad_feedback_is_refused_by_name(client, training, body, param):
         (TrainingDisabledError("this server does not train"), 409, "training_disabled"),
         (StepFailedError("/home/me"), 500, "step_failed"),
         (EngineDeadError("/home/me"), 503, "engine_dead"),
+        (StorageError("the disk is full"), 507, "storage_failed"),
         (RuntimeError("/home/me"), 500, "internal_error"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
@@ -263,7 +265,7 @@ async def test_a_refusal_of_training_is_worded_and_hurts_nobody(client, training
     response = await client.post(path, json=body)
     told = fault(response)
     assert (response.status_code, told["code"], told["param"]) == (status, code, getattr(error, "param", None))
-    assert (told["message"] == str(error)) == (status < 500)
+    assert (told["message"] == str(error)) == (status < 500 or code == "storage_failed")
     assert "/home" not in response.text
     assert response.headers.get("x-should-retry") == ("false" if status == 409 else None)
     assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
