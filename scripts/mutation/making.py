@@ -110,7 +110,7 @@ def _replacements(node: ast.expr | ast.stmt) -> Iterator[str]:
             yield str(value + 1)
         case ast.Name(id=name) if name in _OTHER_NAMES:
             yield _OTHER_NAMES[name]
-        case ast.Return(value=value) if value is not None and not _is_none(value):
+        case ast.Return(value=value) if value is not None and not _is_falsy(value):
             yield "return None"
         case ast.Expr(value=ast.Call() | ast.Await()):
             yield "pass"
@@ -133,8 +133,9 @@ def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_falsy(node: ast.expr) -> bool:
+    """Whether this is None, or what most callers take for the same. False and 0 have mutants of their own."""
+    return isinstance(node, ast.Constant) and not node.value
 
 
 def _logs(node: ast.AST) -> bool:
