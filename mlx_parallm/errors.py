@@ -188,6 +188,10 @@ class RankLostError(DeviceLostError, EngineDeadError):
     """Another rank of a model over several machines is gone. The message says which, and names no path."""
 
 
+MALFORMED = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+"""What reading fields of JSON from a file raises if the file may hold anything: no JSON, other types, missing names,
+numbers that are too large, values that are nested too deeply."""
+
 _SHOWN_CHARACTERS = 160
 
 

@@ -239,7 +239,7 @@ def _floats(data: bytes, name: str, tensors: Mapping[str, TensorInfo], wanted: C
     try:
         stored = dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
-        raise problem(f"{name} {_DAMAGED} ({error})") from error
+        raise problem(f"{name} {_DAMAGED} ({shown(str(error))})") from error
     return {each: _widened(each, tensors[each], stored[each]["data"]) for each in wanted if each in stored}
 
 

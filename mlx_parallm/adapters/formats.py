@@ -211,7 +211,7 @@ def is_scorer(config: Mapping[str, Any]) -> bool:
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if is_scorer(config):
         raise problem("this is a reward model, which generates no text: name it as the scorer reward_model:NAME")
-    kind = config["peft_type"]
+    kind = config.get("peft_type")
     if kind != "LORA":
         raise problem(f"{CONFIG_FILE}: only peft_type LORA is supported, got {described(kind)}")
     if config.get("bias") not in (None, "none"):

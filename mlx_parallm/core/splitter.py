@@ -179,7 +179,7 @@ class Splitter:
 
     def feed(self, text: str) -> Iterator[AnswerPart]:
         """Takes the next piece of the text. The result is the parts that no later text can change."""
-        if self._reasoning is None and self._calls is None:
+        if self._reasoning is None and self._calls is None and self._text is None:
             yield from _text(text)
             return
         self._held += text

@@ -82,7 +82,7 @@ def build_matcher(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
     """
     try:
         definition = _definition(spec)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise GrammarRefused(in_other_words(str(error), spec.kind)) from None
     matcher = LLMatcher(tokenizer, definition, log_level=0, limits=_LIMITS)
     if not matcher.is_error():

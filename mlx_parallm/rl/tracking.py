@@ -17,6 +17,7 @@ from typing import Any, Protocol, cast
 
 from mlx_parallm import atomic
 from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.errors import MALFORMED
 from mlx_parallm.rl.status import TrainingEvent, UpdateReport, UpdateStatus
 
 _MAX_QUEUED = 1000
@@ -218,7 +219,7 @@ def _made(line: bytes) -> Made | None:
     try:
         record = json.loads(line)
         return Made(int(record["step"]), float(record["at"]), _report(record), record["kind"] != "evaluation")
-    except (ValueError, TypeError, LookupError):
+    except MALFORMED:
         return None
 
 
@@ -253,16 +254,17 @@ def _event(line: bytes) -> TrainingEvent | None:
     """The event of which `Tracking.on_event` has made a line; None if the line is no record."""
     try:
         record = json.loads(line)
-    except ValueError:
+        adapter, at = record["adapter"], float(record["at"])
+    except MALFORMED:
         return None
-    if not isinstance(record, dict) or not isinstance(record.get("adapter"), str) or "at" not in record:
+    if not isinstance(adapter, str):
         return None
     version, status = record.get("version"), record.get("status")
     kind = status if status in ("held", "skipped") else "update"
     data = {
         **{name: record[name] for name in ("adapter", "status", "reason") if name in record},
-        "version": None if version is None else f"{record['adapter']}@{version}",
+        "version": None if version is None else f"{adapter}@{version}",
         "step": record.get("optimizer_step", record.get("step", 0)),
         "metrics": {name: value for name, value in record.items() if isinstance(value, float) and name != "at"},
     }
-    return TrainingEvent("evaluation" if record.get("kind") == "evaluation" else kind, float(record["at"]), data)
+    return TrainingEvent("evaluation" if record.get("kind") == "evaluation" else kind, at, data)

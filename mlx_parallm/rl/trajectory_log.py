@@ -130,6 +130,6 @@ def _lines(path: Path, wanted: Wanted) -> Iterator[tuple[bytes, bool]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:  # cut off by a crash
+            except (ValueError, RecursionError):  # cut off by a crash, or damaged
                 record = None
             yield line, isinstance(record, dict) and wanted(record)

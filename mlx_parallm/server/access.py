@@ -34,7 +34,7 @@ from mlx_parallm.atomic import replace_file
 from mlx_parallm.config.types import Section
 from mlx_parallm.core.machine import seconds_with_sleep
 from mlx_parallm.core.readers import Reader
-from mlx_parallm.errors import ConfigError, OverloadedError
+from mlx_parallm.errors import MALFORMED, ConfigError, OverloadedError
 
 if TYPE_CHECKING:  # `mlx_parallm keys` imports this module, and needs no HTTP
     from starlette.datastructures import Headers
@@ -204,7 +204,7 @@ def read_keys(file: Path) -> tuple[NamedKey, ...]:
         fault = error.errors(include_input=False)[0]
         where = ".".join(map(str, fault["loc"]))
         raise ConfigError(f"{file}: {where}: {fault['msg']}; `mlx_parallm keys` writes such files") from None
-    except (KeyError, TypeError, ValueError) as error:
+    except MALFORMED as error:
         raise ConfigError(f"{file}: not a file of keys ({error}); `mlx_parallm keys add` makes one") from None
 
 

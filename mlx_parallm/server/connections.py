@@ -212,8 +212,14 @@ class LimitedProtocol(H11Protocol):
     # refusals
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Sends an error response and closes the connection `LINGER_S` later."""
+        """Sends an error response and closes the connection `LINGER_S` later. If an answer has begun, closes it now."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
         self._refused = True
+        if self.cycle is not None:  # a route that still answers may send nothing more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.connections.discard(self)
         self._limits.lingering += 1
         record = RequestRecord(status=status, error=code)

@@ -22,7 +22,7 @@ from mlx_parallm import atomic
 from mlx_parallm.adapters.weights import ALL_LINEAR, AdapterLayout, AdapterWeights, LoRAPair, lora_scale
 from mlx_parallm.config import LearningRateSchedule, ModelConfig, OptimizerConfig
 from mlx_parallm.config.types import human_bytes
-from mlx_parallm.errors import AdapterFileError, AdapterTooLargeError, ConfigError, InvalidRequestError
+from mlx_parallm.errors import MALFORMED, AdapterFileError, AdapterTooLargeError, ConfigError, InvalidRequestError
 from mlx_parallm.train.context import Params
 from mlx_parallm.train.pacing import Stage, StageKind
 
@@ -57,7 +57,7 @@ class PolicySnapshot:
         try:
             facts = json.loads((folder / _TRAINER_FILE).read_text())
             return cls(weights, load((folder / _OPTIMIZER_FILE).read_bytes()), int(facts["step"]))
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (OSError, SafetensorError, *MALFORMED) as error:
             raise AdapterFileError(
                 f"{folder.name} holds no usable state of a trainer: save it from a training run"
             ) from error

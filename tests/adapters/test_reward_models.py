@@ -125,8 +125,17 @@ def test_a_head_of_another_shape_is_refused(
 
 
 def test_heads_of_other_names_are_refused(saved: RewardModelFolder, tmp_path: Path) -> None:
-    change_config(tmp_path, modules_to_save=["score", "lm_head"])
-    with pytest.raises(AdapterFileError, match="modules_to_save"):
+    for other in ("lm_head", {}, None):
+        change_config(tmp_path, modules_to_save=["score", other])
+        with pytest.raises(AdapterFileError, match="modules_to_save"):
+            saved.check("helpful")
+
+
+def test_one_that_does_not_say_what_it_is_is_refused(saved: RewardModelFolder, tmp_path: Path) -> None:
+    change_config(tmp_path)
+    path = tmp_path / "helpful" / "adapter_config.json"
+    path.write_text(json.dumps({"task_type": "SEQ_CLS", "modules_to_save": ["score"]}))
+    with pytest.raises(AdapterFileError, match="only peft_type LORA is supported, got nothing"):
         saved.check("helpful")
 
 

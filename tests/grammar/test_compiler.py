@@ -248,6 +248,15 @@ def test_a_grammar_that_comes_again_is_compiled_once(compiler: LLCompiler) -> No
     assert compiler.compile(GrammarSpec(GrammarKind.REGEX, "again")) is not first, "only so many are kept"
 
 
+def test_a_schema_that_is_nested_too_deeply_is_refused_and_ends_no_child(compiler: LLCompiler) -> None:
+    compiler.compile(GrammarSpec(GrammarKind.REGEX, "before"))
+    tried = [child._process for child in compiler._trial._children]
+    for depth in (900, 50_000):
+        with pytest.raises(InvalidRequestError, match="recursion"):
+            compiler.compile(GrammarSpec(GrammarKind.JSON_SCHEMA, '{"items": ' * depth + "{}" + "}" * depth))
+    assert [child._process for child in compiler._trial._children] == tried
+
+
 def test_one_that_takes_for_ever_is_refused_in_time_and_the_next_is_compiled(compiler: LLCompiler) -> None:
     """And refused at once when it comes again."""
     for number in range(2):

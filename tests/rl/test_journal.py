@@ -236,6 +236,43 @@ def test_a_file_of_something_else_is_refused_and_left_alone(path: Path) -> None:
         JournalFile(path)
 
 
+@pytest.mark.parametrize(
+    ("statement", "value"),
+    [
+        ("UPDATE about SET value = ? WHERE name = 'commits'", "many"),
+        ("DELETE FROM about WHERE name = ?", "model"),
+        ("UPDATE about SET value = ? WHERE name = 'trained'", "null"),
+        *(
+            ("UPDATE changes SET body = ?", body)
+            for body in ("true", "[" * 50_000, '{"progress": 3}', '{"version": "x"}')
+        ),
+        ("UPDATE changes SET body = json_set(body, '$.version', ?)", math.inf),
+        ("UPDATE intake SET body = ?", "{}"),
+    ],
+)
+async def test_rows_of_another_form_are_damage(path: Path, statement: str, value: object) -> None:
+    """SQLite's own checks do not see it."""
+    journal = Journal(JournalFile(path, "llama-1"))
+    await journal.accept("math", trajectories("a", REF))
+    await journal.changed(PolicyChange("math", 1, 1.0, Start("math@3")))
+    await journal.changed(PolicyChange("math", 2, 2.0, replace(UPDATE, groups=())))
+    journal.trains(["math"])
+    await journal.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(statement, (value,))
+    connection.close()
+    with pytest.raises(ConfigError, match="damaged"):  # noqa: PT012 - which of these reads it
+        file = JournalFile(path, "llama-1")
+        try:
+            file.trained()
+            file.waiting("math")
+            file.newest_version("math")
+            file.progress("math")
+            file.has_all_progress("math")
+        finally:
+            file.close()
+
+
 def flipped(content: bytes) -> bytes:
     return bytes(255 - byte if place % 97 == 96 else byte for place, byte in enumerate(content))
 

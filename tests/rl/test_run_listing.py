@@ -17,7 +17,8 @@ from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.record import RunFile, RunState, list_runs, read_record, summarize
 from mlx_parallm.rl.runs.records import PolicyChange, Update
 from mlx_parallm.rl.runs.store import JournalFile
-from mlx_parallm.rl.tracking import read_metrics
+from mlx_parallm.rl.tracking import read_metrics, recorded_events
+from mlx_parallm.rl.trajectory_log import count_lines, of_trainee
 
 
 @pytest.fixture(autouse=True)
@@ -130,10 +131,23 @@ def test_metrics_are_read_by_steps_and_what_was_made_again_counts_once() -> None
     assert read_metrics(Path("nothing.jsonl")) == []
 
 
+@pytest.mark.parametrize(
+    "line", ["[" * 50_000, '{"step": 1e400}', '{"adapter": "a", "at": []}', '{"adapter": "a", "at": "x"}']
+)
+def test_lines_that_are_no_record_are_left_out(tmp_path: Path, line: str) -> None:
+    good = '{"adapter": "a", "step": 1, "at": 1.0, "kind": "update", "status": "published"}'
+    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{good}\n")
+    assert [made.step for made in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+    assert [event.kind for event in recorded_events(tmp_path / "metrics.jsonl")] == ["update"]
+    (tmp_path / "log.jsonl").write_text(f'{line}\n{{"trainee": "a"}}\n')
+    assert count_lines(tmp_path / "log.jsonl", of_trainee("a")) == 1
+
+
 def test_a_record_that_cannot_be_read_is_one_line_of_the_list() -> None:
     begun(Path("mine"))
-    (Path("mine") / RECORD).write_text('{"id": 5}')
-    assert "run.json cannot be read" in summarize(Path("mine")).reason
+    for content in ('{"id": 5}', "[" * 50_000, '{"format": 1e400, "id": []}'):
+        (Path("mine") / RECORD).write_text(content)
+        assert "run.json " in summarize(Path("mine")).reason
     (Path("mine") / RECORD).write_text('{"format": 9}')
     with pytest.raises(ConfigError, match="newer version"):
         read_record(Path("mine"))

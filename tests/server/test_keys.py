@@ -44,6 +44,7 @@ def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     [
         ("", "not a file of keys"),
         ("[]", "not a file of keys"),
+        ('{"keys": ' + "[" * 50_000, "not a file of keys"),
         ('{"keys": 3}', "not a file of keys"),
         ('{"keys": [{"name": "a"}]}', "role"),
         ('{"keys": [{"name": "a", "role": "root", "sha256": "' + "0" * 64 + '"}]}', "role"),

@@ -109,6 +109,13 @@ def test_text_that_only_looks_like_a_call_stays_text_when_cut_off(text):
     assert split([text], cut=True, **tools()) == ("", text, [])
 
 
+def test_text_that_rules_out_calls_keeps_its_order():
+    """Also if its beginning was held back because it might have begun a call to repair."""
+    text = "<|tool_call_start|>[get_weather(days=3)] and more"
+    repairs = {"calls_first": True, "on_repair": lambda kind: None}
+    assert every_way(text, **tools(FAMILIES["granite-20b-fc"]), **repairs) == ("", text, [])
+
+
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"mistral", "mistral_list", "openai"}))
 def test_several_calls_and_text_between(name):
     text = f"One.\n{TEXTS[name]}\n{TEXTS[name]} Two.\n"

@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from mlx_parallm import atomic
 from mlx_parallm.adapters.cards import KeptPart
+from mlx_parallm.errors import MALFORMED
 from mlx_parallm.extras.lessons.cards import LessonCard, LessonOutcome
 from mlx_parallm.rl.rollouts.answers import group_prefixes
 from mlx_parallm.rl.trajectories import DropReason
@@ -57,7 +58,7 @@ def read_lesson(folder: Path) -> LessonCard | None:
         card = _LESSON.validate_python(_as_now(json.loads((folder / FILE).read_bytes())))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, *MALFORMED) as error:
         _log.warning("%s cannot be read, and is left out: %s", FILE, error)
         return None
     return interrupted(card) if card.is_running else card

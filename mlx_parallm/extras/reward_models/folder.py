@@ -161,7 +161,7 @@ class RewardModelFolder:
 
 
 _OF_THE_HEAD = frozenset({"task_type", "modules_to_save"})
-_HEADS = frozenset({SCORE, "classifier"})
+_HEADS = (SCORE, "classifier")
 """Heads that PEFT lists in `modules_to_save` of every reward model. A model has one of them."""
 
 
@@ -204,6 +204,6 @@ def _form_of(config: Mapping[str, Any]) -> PeftFormat:
             f"{CONFIG_FILE} is not that of a reward model: its task_type is {described(config.get('task_type'))}"
         )
     heads = config.get("modules_to_save")
-    if not isinstance(heads, list) or SCORE not in heads or not set(heads) <= _HEADS:
+    if not isinstance(heads, list) or SCORE not in heads or any(head not in _HEADS for head in heads):
         raise problem(f"{CONFIG_FILE}: modules_to_save of a reward model must name its head, {SCORE!r}, and no more")
     return PeftFormat({key: value for key, value in config.items() if key not in _OF_THE_HEAD})

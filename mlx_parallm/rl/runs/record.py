@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 
 from mlx_parallm import __version__, atomic
 from mlx_parallm.adapters.runs import JOURNAL, METRICS, RECORD, is_run, process_of, runs_in
-from mlx_parallm.errors import ConfigError, StorageError
+from mlx_parallm.errors import MALFORMED, ConfigError, StorageError
 from mlx_parallm.rl.runs.records import PolicyChange, Update
 from mlx_parallm.rl.runs.store import JournalFile
 from mlx_parallm.rl.tracking import read_metrics
@@ -93,7 +93,7 @@ def read_record(folder: Path) -> RunRecord | None:
             return _RECORD.validate_python(stored)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise ConfigError(f"{path} cannot be read ({_first_line(error)}): restore it, or remove it") from error
     raise ConfigError(f"{path} was written by a newer version of MLX ParaLLM: use that version, or another run folder")
 

@@ -205,6 +205,14 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """The progress of an update; see `Update`."""
+
+    progress: Mapping[str, float] = field(default_factory=dict)
+    all_progress: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyChange:
     """One change of an adapter's policy, or only of its baselines. `number` counts the changes of this adapter, from 1;
     `at` is Unix time."""
@@ -227,6 +235,8 @@ class LearningSettings:
 
 _TRAJECTORY = TypeAdapter(Trajectory)
 _SETTINGS = TypeAdapter(LearningSettings)
+_PROGRESS = TypeAdapter(Progress)
+_NAMES = TypeAdapter(tuple[str, ...])
 _KINDS: Mapping[type, str] = {
     Arrival: "arrival",
     Feedback: "feedback",
@@ -273,6 +283,16 @@ def body_from_json(kind: str, text: str) -> Any:
     if kind not in _TYPES:
         raise ValueError(f"an entry of the unknown kind {kind[:40]!r}")
     return _TYPES[kind].validate_python(json.loads(text))
+
+
+def names_from_json(text: str) -> tuple[str, ...]:
+    """The names in a list. Raises ValueError."""
+    return _NAMES.validate_python(json.loads(text))
+
+
+def progress_from_json(text: str) -> Progress:
+    """The progress in the content of an update, of which nothing else is checked. Raises ValueError."""
+    return _PROGRESS.validate_python(json.loads(text))
 
 
 def _to_json(adapter: TypeAdapter[Any], value: object) -> str:

@@ -13,7 +13,6 @@ has fewer commits than that file says has lost some of them.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sqlite3
@@ -26,7 +25,7 @@ from typing import Any, TypeVar
 from mlx_parallm import atomic
 from mlx_parallm.adapters.runs import COMMITS
 from mlx_parallm.core.trajectories import Trajectory
-from mlx_parallm.errors import ConfigError, StorageError
+from mlx_parallm.errors import MALFORMED, ConfigError, StorageError
 from mlx_parallm.rl.runs.records import (
     Arrival,
     Fate,
@@ -34,6 +33,8 @@ from mlx_parallm.rl.runs.records import (
     LearningSettings,
     PolicyChange,
     body_from_json,
+    names_from_json,
+    progress_from_json,
     settings_from_json,
     trajectory_from_json,
 )
@@ -170,7 +171,7 @@ def _check(connection: sqlite3.Connection, path: Path, model: str, least: int, t
         return commits
     except sqlite3.OperationalError:
         raise
-    except ERRORS as error:
+    except (*ERRORS, *MALFORMED) as error:  # the others: of what `about` should have
         raise damaged(path, reason_of(error)) from error
 
 
@@ -444,9 +445,9 @@ class JournalFile:
         if self._connection is not None:
             try:
                 for (body,) in self._connection.execute(_UPDATES, (adapter,)):
-                    update = self._read(json.loads, body)
-                    progress = update.get("progress", {}) | progress
-                    if update.get("all_progress"):
+                    update = self._read(progress_from_json, body)
+                    progress = {**update.progress, **progress}
+                    if update.all_progress:
                         break
             except ERRORS as error:
                 raise damaged(self._path, reason_of(error)) from error
@@ -455,7 +456,7 @@ class JournalFile:
     def trained(self) -> tuple[str, ...]:
         """The adapters that were in training last, besides the default one."""
         rows = self.rows("SELECT value FROM about WHERE name = 'trained'")
-        return tuple(self._read(json.loads, rows[0][0])) if rows else ()
+        return self._read(names_from_json, rows[0][0]) if rows else ()
 
     def settings(self) -> dict[str, LearningSettings]:
         """The settings of updates, by digest."""
@@ -469,7 +470,7 @@ class JournalFile:
     def newest_version(self, adapter: str) -> int:
         """The number of the newest version of an adapter that an update has published; 0 if there is none."""
         ((version, _),) = self.rows(_NEWEST_VERSION, adapter) or [(0, 0)]
-        return int(version)
+        return self._read(int, version)
 
     def newest_version_change(self, adapter: str) -> int:
         """The number of the change that has published that version; 0 if there is none."""
@@ -479,7 +480,7 @@ class JournalFile:
     def has_all_progress(self, adapter: str) -> bool:
         """Whether the newest update of an adapter has all of its progress; see `progress`."""
         ((body,),) = self.rows(f"{_UPDATES} LIMIT 1", adapter) or [("{}",)]
-        return bool(self._read(json.loads, body).get("all_progress"))
+        return self._read(progress_from_json, body).all_progress
 
     def newest_changes(self, count: int) -> tuple[PolicyChange, ...]:
         """The newest changes of all adapters, newest first."""
@@ -501,5 +502,5 @@ class JournalFile:
     def _read(self, parse: Callable[[str], T], text: str) -> T:
         try:
             return parse(text)
-        except ValueError as error:
+        except MALFORMED as error:
             raise damaged(self._path, str(error).partition("\n")[0]) from error

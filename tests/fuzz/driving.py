@@ -1,0 +1,107 @@
+"""Targets of fuzzing, the limits that every input keeps to, and a driver that needs no package.
+
+A target is a module of `fuzz.targets` with a function `run`, which takes an input and raises if something comes out
+that the product does not promise. `mutated` makes other inputs of one. `coverage` is the other driver.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import pkgutil
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from fuzz import targets
+from fuzz.mutation import Mutate, bytes_mutated
+
+CPU_LIMIT_S = 2.0
+MEMORY_LIMIT = 1 << 30
+CORPUS = Path(__file__).with_name("corpus")
+NAMES = sorted(module.name for module in pkgutil.iter_modules(targets.__path__))
+
+
+class TooSlow(BaseException):
+    """An input took more than `CPU_LIMIT_S` of processor time. It is no Exception, because readers may catch those."""
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    run: Callable[[bytes], None]
+    mutated: Mutate
+
+    def corpus(self) -> list[Path]:
+        """The inputs that are kept, smallest first."""
+        return sorted((CORPUS / self.name).iterdir(), key=lambda path: (path.stat().st_size, path.name))
+
+
+def load(name: str) -> Target:
+    """Imports a target, and with it what it tries."""
+    module = importlib.import_module(f"fuzz.targets.{name}")
+    return Target(name, module.run, getattr(module, "mutated", bytes_mutated))
+
+
+@dataclass
+class Runner:
+    """Runs inputs within the limits. An input that fails is written to the folder `found`, and its error raised.
+    `slowest_s`: processor time of the slowest."""
+
+    target: Target
+    found: Path
+    count: int = 0
+    slowest_s: float = 0.0
+
+    def __call__(self, data: bytes) -> None:
+        """Raises what the target raises; TooSlow; MemoryError: the process has become too large."""
+        began = time.process_time()
+        try:
+            with _limited_time():
+                self.target.run(data)
+            if peak_bytes() > MEMORY_LIMIT:
+                raise MemoryError(f"the process has {peak_bytes() >> 20} MiB")
+        except BaseException:
+            self.found.mkdir(parents=True, exist_ok=True)
+            (self.found / f"{self.target.name}-{hashlib.sha1(data).hexdigest()[:16]}").write_bytes(data)
+            raise
+        self.count += 1
+        self.slowest_s = max(self.slowest_s, time.process_time() - began)
+
+    def mutate(self, inputs: Sequence[bytes], seconds: float, seed: int) -> None:
+        """Runs changes of these inputs, and changes of those, for so many seconds."""
+        rng, later = Random(seed), list(inputs)
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            at = rng.randrange(len(inputs))
+            later[at] = data = self.target.mutated(rng.choice((inputs, later))[at], rng)
+            self(data)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Raises TooSlow between two instructions of Python; what never returns to Python is left to a time limit of the
+    process."""
+
+    def late(*_: object) -> None:
+        raise TooSlow(f"more than {CPU_LIMIT_S:g} s of processor time")
+
+    before = signal.signal(signal.SIGPROF, late)
+    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
