@@ -35,7 +35,7 @@ _OTHER_FLAGS = {
         "--runs",
         "--hybrid",
     ),
-    *("--user", "--enable", "--now", "--gpus", "--from", "--with", "--find-links"),
+    *("--survivors", "--user", "--enable", "--now", "--gpus", "--from", "--with", "--find-links"),
     *("--enable-lora", "--no-enable-overlap-scheduler"),
 }
 """Of other programs, and of the benchmarks."""
