@@ -22,6 +22,22 @@ _TRASH = ".trash-"
 _log = logging.getLogger(__name__)
 
 
+_ADVICE = {
+    errno.ENOSPC: "make room on the disk and try again",
+    errno.EDQUOT: "make room on the disk and try again",
+    errno.EROFS: "the disk is mounted read-only: its system may have found a fault of it",
+    errno.EIO: "the disk has a fault: see the system's log",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EACCES: "let this user write there",
+}
+
+
+def reason_of(error: OSError) -> str:
+    """Why a file could not be written and what to do about it, without its path."""
+    reason = error.strerror or type(error).__name__
+    return f"{reason}; {_ADVICE[error.errno]}" if error.errno in _ADVICE else reason
+
+
 def sync(path: Path) -> None:
     """Returns once a file's bytes, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

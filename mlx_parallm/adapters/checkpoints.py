@@ -71,7 +71,8 @@ class FileSum(BaseModel):
 class Sealed(BaseModel):
     """Facts about a folder of files, and their checksums.
 
-    `metrics`: of the training. `created`: Unix time in seconds. `files`: checksum and size by file name. `checksum`:
+    `metrics`: of the training. `created`: Unix time in seconds; a checkpoint never has an earlier one than those that
+    were saved before, even if the clock was set back. `files`: checksum and size by file name. `checksum`:
     SHA-256 of the JSON of all other fields; set only in a manifest that `parse` returned.
     """
 
@@ -126,8 +127,10 @@ def seal(
     weights: AdapterWeights,
     metrics: dict[str, float],
     fingerprint: str,
+    not_before: int,
 ) -> Manifest:
-    """Fsyncs all files in `folder`, then writes the manifest there. Step and metrics have been checked.
+    """Fsyncs all files in `folder`, then writes the manifest there. Step and metrics have been checked. `not_before`:
+    the least `created`.
 
     Raises:
         ValueError: an entry of `folder` is not a plain file, or has a name that `FileName` does not allow.
@@ -141,7 +144,7 @@ def seal(
         alpha=weights.alpha,
         targets=weights.targets,
         metrics=metrics,
-        created=int(time.time()),
+        created=max(int(time.time()), not_before),
         mlx_parallm=mlx_parallm.__version__,
         files=file_sums(folder),
     ).render()
@@ -551,7 +554,9 @@ class CheckpointStore:
                     read_adapter(aside, self._layout, self._max_rank)
                     if extra is not None:
                         extra(aside)
-                    new = folder.place(aside, seal(aside, adapter, step, weights, numbers, self._fingerprint))
+                    last = max((manifest.created for manifest in folder.manifests.values()), default=0)
+                    manifest = seal(aside, adapter, step, weights, numbers, self._fingerprint, last)
+                    new = folder.place(aside, manifest)
                 self.saves_total += new
             name = checkpoint_name(step)
             with _disk(f"{name} of {adapter.name} is saved, but its tags or `latest` may not be"):
@@ -637,4 +642,4 @@ def _disk(outcome: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{outcome}: {error.strerror}; make room on the disk and try again") from error
+        raise StorageError(f"{outcome}: {atomic.reason_of(error)}") from error

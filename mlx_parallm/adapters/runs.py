@@ -291,7 +291,7 @@ class LoadedVersions:
     `numbers`: of contents, by `AdapterFile.digest`. `last`: the largest number. `live`: the numbers of the version that
     was live last, and before it of the one that a rollback would have made live. `found`: the number of the version
     that a restart would have found then, in a checkpoint or in the adapter folder; if it finds that one, `live` holds.
-    `at`: when they were live, Unix time in seconds.
+    `saved`: the name of the adapter's newest checkpoint then, if there was one.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -300,7 +300,7 @@ class LoadedVersions:
     last: int = 0
     live: tuple[int, ...] = ()
     found: int | None = None
-    at: float = 0.0
+    saved: str = ""
 
 
 _LOADED = TypeAdapter(LoadedVersions)
@@ -357,13 +357,15 @@ class KeptVersions:
                 newest = dict([*numbers, (digest, ref.version)][-_CONTENTS:])
                 self._write(ref.name, replace(old, numbers=newest, last=max(old.last, ref.version)))
 
-    def set_live(self, adapter: str, live: Sequence[int], found: int | None, known: Collection[int]) -> None:
+    def set_live(
+        self, adapter: str, live: Sequence[int], found: int | None, saved: str, known: Collection[int]
+    ) -> None:
         """Keeps which versions are live and were live before, and removes the copies of versions that are not `known`.
-        Raises as `number`."""
+        `found`, `saved`: see `LoadedVersions`. Raises as `number`."""
         with self._lock:
             old, new = self.of(adapter), tuple(live)
             if self and (old.live, old.found) != (new, found):
-                self._write(adapter, replace(old, live=new, found=found, at=time.time()))
+                self._write(adapter, replace(old, live=new, found=found, saved=saved))
                 self._prune(adapter, known)
 
     def remove(self, refs: Collection[AdapterRef]) -> None:
@@ -388,10 +390,8 @@ class KeptVersions:
             atomic.make_folder(path.parent)
             atomic.replace_file(path, _LOADED.dump_json(versions, indent=2) + b"\n")
         except OSError as error:
-            raise StorageError(
-                f"the versions of {adapter} cannot be kept for a restart: {error.strerror}; make room on the disk "
-                "and try again"
-            ) from error
+            reason = atomic.reason_of(error)
+            raise StorageError(f"the versions of {adapter} cannot be kept for a restart: {reason}") from error
         self._adapters = {**self._adapters, adapter: versions}
 
     def _prune(self, adapter: str, known: Collection[int]) -> None:

@@ -30,7 +30,7 @@ from mlx_parallm.adapters.registry import AdapterRegistry, Split
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.runs import KeptVersions, adapter_in
 from mlx_parallm.adapters.weights import AdapterLayout, AdapterWeights, LoRAPair, Version, VersionInfo
-from mlx_parallm.atomic import new_folder
+from mlx_parallm.atomic import new_folder, reason_of
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef, check_name, name_and_step
 from mlx_parallm.core.device import DeviceThread
 from mlx_parallm.errors import (
@@ -109,7 +109,7 @@ class AdapterLibrary:
             shutil.rmtree(folder, ignore_errors=True)
             self.write(weights, folder, "mlx-lm")
         except OSError as error:
-            raise StorageError(f"{folder.name} of {folder.parent.name} was not written: {error.strerror}") from error
+            raise StorageError(f"{folder.name} of {folder.parent.name} was not written: {reason_of(error)}") from error
         return self.read_anywhere(folder).info.digest
 
     def read_again(self, version: Version) -> AdapterWeights:
@@ -164,9 +164,10 @@ class AdapterLibrary:
             raise AdapterFileError(f"the run has no copy of it: load {ref.name} again")
         return self.read_anywhere(folder).info
 
-    def newest_save(self, adapter: str) -> int:
-        """When the newest checkpoint of an adapter was saved, in Unix time; 0 if there is none."""
-        return max((card.created for card in self.checkpoints.cards(adapter)), default=0) if self.checkpoints else 0
+    def newest_save(self, adapter: str) -> str:
+        """The name of the newest checkpoint of an adapter; empty if there is none."""
+        cards = self.checkpoints.cards(adapter) if self.checkpoints else ()
+        return cards[-1].name if cards else ""
 
     def first_version(self, adapter: str) -> int:
         """The first version number that no version of this adapter has had, as far as it was kept."""
@@ -343,7 +344,8 @@ class AdapterService:
             for version in live:
                 if version.ref.version != found and not version.info.checkpoint:
                     await self._keep_copy(version)
-            await asyncio.to_thread(kept.set_live, adapter, numbers, found, self._registry.numbers(adapter))
+            saved, known = self._library.newest_save(adapter), self._registry.numbers(adapter)
+            await asyncio.to_thread(kept.set_live, adapter, numbers, found, saved, known)
         except ParaLLMError as error:
             _log.error("a restart may not serve what is live as %s: %s", adapter, error)
 

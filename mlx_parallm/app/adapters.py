@@ -120,7 +120,7 @@ def _make_live_again(library: AdapterLibrary, registry: AdapterRegistry, name: s
     found = registry.live(name)
     if found is None or found.ref.version not in (before.found, *before.live[-1:]):
         return
-    if found.ref.version != before.live[-1] and library.newest_save(name) > before.at:  # training went on from it
+    if found.ref.version != before.live[-1] and library.newest_save(name) != before.saved:  # training went on from it
         return
     versions: list[Version] = []
     for ref in (AdapterRef(name, number) for number in before.live):

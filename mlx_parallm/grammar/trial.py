@@ -164,7 +164,7 @@ def _read_line(process: Popen[bytes], timeout_s: float) -> bytes | None:
     The child writes each (short) line in one call, so `readline` does not wait for the rest of a line.
     """
     assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
+    with selectors.PollSelector() as selector:  # needs no descriptor, of which there may be none left
         selector.register(process.stdout, selectors.EVENT_READ)
         return process.stdout.readline() if selector.select(timeout_s) else None
 

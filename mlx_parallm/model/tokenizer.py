@@ -170,6 +170,8 @@ class Tokenizer:
         try:
             text: str = self._hf.apply_chat_template([dict(each) for each in messages], **{**variables, **options})
         except Exception as error:  # a template is the model author's program: it may raise anything
+            if isinstance(error, OSError) and error.errno is not None:  # of the machine, such as too many open files
+                raise
             raise InvalidRequestError(f"the chat template refused the messages: {error}", param="messages") from error
         if self.tool_format.as_written:
             text = re.sub(*self.tool_format.as_written, text)

@@ -9,6 +9,7 @@ in place of the text.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Literal
@@ -46,6 +47,8 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.server.api.fields import WireOutput
 from mlx_parallm.server.request_log import record_of
+
+_log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 THREAD_NOT_FOUND = "thread_not_found"
@@ -407,6 +410,8 @@ def install_handlers(app: FastAPI) -> None:
 
 
 async def _answer(_: Request, error: Exception) -> Response:
+    if type(error) is EngineError:  # whose text the client does not get
+        _log.error("%s", error)
     return error_response(error)
 
 

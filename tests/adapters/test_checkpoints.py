@@ -187,7 +187,8 @@ def test_extra_files_are_plain(tmp_path: Path, name: str) -> None:
 
 
 class Saves(RuleBasedStateMachine):
-    """Saves, tags and restarts in any order; the model is a dict of seeds and a list of names in order."""
+    """Saves, tags and restarts in any order, while the clock is set back now and then; the model is a dict of seeds and
+    a list of names in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +203,7 @@ class Saves(RuleBasedStateMachine):
     def teardown(self) -> None:
         shutil.rmtree(self.folder)
 
-    @rule(seed=st.integers(1, 3), step=st.none() | st.integers(0, 5), tags=st.sets(TAG_NAMES), later=st.integers(0, 2))
+    @rule(seed=st.integers(1, 3), step=st.none() | st.integers(0, 5), tags=st.sets(TAG_NAMES), later=st.integers(-1, 2))
     def save(self, seed: int, step: int | None, tags: set[str], later: int) -> None:
         self.clock += later
         wanted = max(self.seeds, default=0) + 1 if step is None else step
@@ -223,7 +224,8 @@ class Saves(RuleBasedStateMachine):
     def _note(self, step: int, seed: int, tags: set[str]) -> None:
         self.tags.update(dict.fromkeys(tags, step))
         if step not in self.seeds:
-            self.seeds[step], self.created[step], self.latest = seed, self.clock, step
+            created = max(self.clock, *(self.created[other] for other in self.seeds), 0)
+            self.seeds[step], self.created[step], self.latest = seed, created, step
         elif self._age(step) > self._age(self.latest):
             self.latest = step
 

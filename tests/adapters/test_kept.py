@@ -55,7 +55,7 @@ def test_copies_of_versions_that_nobody_knows_are_removed(tmp_path: Path) -> Non
         assert copy is not None
         copy.mkdir()
     (tmp_path / "tone" / "checkpoint-1").mkdir()
-    kept.set_live("tone", [2, 3], 3, {2, 3})
+    kept.set_live("tone", [2, 3], 3, "", {2, 3})
     assert sorted(path.name for path in (tmp_path / "tone").iterdir()) == [
         "checkpoint-1",
         "version-2",
@@ -74,7 +74,7 @@ def test_a_copy_that_cannot_be_removed_fails_nothing(tmp_path: Path, monkeypatch
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(atomic, "hide", fails)
-    kept.set_live("tone", [2], 2, {2})
+    kept.set_live("tone", [2], 2, "", {2})
     assert KeptVersions(tmp_path).of("tone").live == (2,)
     assert copy.exists()
 

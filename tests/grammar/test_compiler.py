@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -290,6 +292,20 @@ def test_a_busy_machine_is_not_the_grammars_fault(compiler: LLCompiler, monkeypa
         compiler.compile(spec)
     monkeypatch.undo()
     assert drawn(compiler, spec, 0) == "slow but fine"
+
+
+def test_a_process_without_free_descriptors_still_tries_grammars(compiler: LLCompiler) -> None:
+    """An answer that cannot be waited for would hold a child for ever."""
+    compiler.compile(GrammarSpec(GrammarKind.REGEX, "starts the child"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open(os.devnull, os.O_RDONLY)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(compiler.compile, GrammarSpec(GrammarKind.REGEX, "none is free")).result(30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_closing_does_not_wait_for_a_grammar() -> None:

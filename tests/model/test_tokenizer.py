@@ -52,6 +52,15 @@ def test_digits_are_single_tokens_and_special_ones_are_recognised(smollm):
     assert smollm.encode("<|im_end|>") == [2] == list(smollm.eos_token_ids)
 
 
+def test_a_machine_without_descriptors_is_not_the_messages_fault(smollm, monkeypatch):
+    def fails(*_, **__):
+        raise OSError(24, "Too many open files", "/home/me/jinja2/debug.py")
+
+    monkeypatch.setattr(smollm._hf, "apply_chat_template", fails)
+    with pytest.raises(OSError, match="Too many open files"):
+        smollm.apply_chat_template([{"role": "user", "content": "hi"}])
+
+
 @pytest.mark.parametrize("messages", [[{"role": "user"}], [{"content": "hi"}], [{"role": "user", "content": [1]}]])
 def test_a_message_the_template_cannot_take_is_the_clients_error(smollm, messages):
     with pytest.raises(InvalidRequestError, match="chat template") as caught:

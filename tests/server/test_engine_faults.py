@@ -23,11 +23,13 @@ URL = "/v1/completions"
         (InvalidRequestError("this request can never fit in the KV pool"), 400, None),
     ],
 )
-async def test_a_failed_request_is_an_error_and_the_next_one_works(client, engine, metric, error, status, code):
+async def test_a_failed_request_is_an_error_and_the_next_one_works(client, engine, metric, error, status, code, caplog):
     engine.fail_before, engine.error = 2, error
     response = await client.post(URL, json={"prompt": "x", "n": 2})
     assert (response.status_code, fault(response)["code"]) == (status, code)
     assert ("/home" in response.text) == (status == 400 and "/home" in str(error))
+    if type(error) is EngineError:
+        assert "/home/me" in caplog.messages, "what the client is not told, the operator is"
     assert await metric(client, 'mlx_parallm_request_success_total{finished_reason="error"}') == 2
     engine.fail_before = None
     assert (await client.post(URL, json={"prompt": "x"})).status_code == 200

@@ -124,7 +124,7 @@ def _kill_server(run: Path, site: Path, known: Acknowledged, after: float, dice:
     end(process, signal.SIGKILL, after)
     for thread in threads:
         thread.join()
-    lost, twice = _missing(run, known)
+    lost, twice = missing(run, known)
     return _told(Killed("server", after, len(known.collected), len(known.feedback), known.step, lost, twice))
 
 
@@ -157,7 +157,7 @@ def _act(base: str, known: Acknowledged, lock: threading.Lock, dice: random.Rand
             known.updates += report["status"] == "published"
 
 
-def _missing(run: Path, known: Acknowledged) -> tuple[int, int]:
+def missing(run: Path, known: Acknowledged) -> tuple[int, int]:
     """How much of what was acknowledged the journal lacks, and how many trajectories two updates have."""
     journal = JournalFile(run / "kept" / JOURNAL, read_only=True)
     updates = [change.body for change in journal.changes_since("default", 0) if isinstance(change.body, Update)]
@@ -191,7 +191,7 @@ def _kill_training(kills: int, dice: random.Random, folder: Path, longest: float
         process = _train(run, folder, steps)
         _wait_until_started(run / "kept", process)
         end(process, signal.SIGKILL, after)
-        twice = _missing(run, Acknowledged())[1]
+        twice = missing(run, Acknowledged())[1]
         found.append(_told(Killed("train", after, 0, 0, _steps(run), 0, twice)))
     killed = _finished(run, folder, steps)
     again = folder / "again"

@@ -123,7 +123,7 @@ class RewardModelFolder:
                 )
                 atomic.write_file(aside / MANIFEST, manifest.render())
         except OSError as error:
-            raise StorageError(f"the reward model {name} could not be written: {error.strerror}") from error
+            raise StorageError(f"the reward model {name} could not be written: {atomic.reason_of(error)}") from error
         return path
 
     def stamp(self, name: str) -> tuple[int, int]:

@@ -149,7 +149,7 @@ class RunFile:
         try:
             atomic.replace_file(self._folder / RECORD, text.encode(errors="replace") + b"\n")
         except OSError as error:
-            raise StorageError(f"the record of the run cannot be written: {error.strerror}") from error
+            raise StorageError(f"the record of the run cannot be written: {atomic.reason_of(error)}") from error
 
 
 def _changes(before: RunRecord, now: RunRecord) -> tuple[str, ...]:
