@@ -130,6 +130,15 @@ async def test_a_version_that_a_full_disk_kept_out_is_held_when_there_is_room(no
     assert not node.follower.unusable
 
 
+async def test_a_node_has_followed_when_it_serves_what_it_could_of_the_registry(node):
+    node.fetch_errors.append(HeadUnreachableError("no head answers"))
+    assert not node.follower.followed.is_set()
+    node.adapters.bad.add(1)
+    await node(state(version(2), version(1), version(2)))
+    await node.follower.followed.wait()
+    assert node.adapters.live("math") == AdapterRef("math", 2)
+
+
 async def test_a_head_that_is_starting_again_is_asked_again(node):
     node.fetch_errors.append(HeadUnreachableError("no head answers"))
     await node(state(None, version(1)))

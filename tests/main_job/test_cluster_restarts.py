@@ -70,12 +70,12 @@ def test_a_head_that_was_killed_has_the_same_registry_and_replicas_come_back(clu
     assert answer(replica, 0) == said, "a replica serves its own clients without a head"
     until(lambda: not is_running(nats))
     again = cluster.head()
+    assert answer(again, 0) == said, "it has its versions when it is ready"
     started = time.monotonic()
     until(lambda: ready(again) == 2)
     print(f"the replica was back {time.monotonic() - started:.2f} s after the head was ready")
     assert time.monotonic() - started < 5
     assert versions_of(again) == before
-    assert until(lambda: answer_of(again, said[1])) == said
     cluster.publish("math", 3, files / "adapter-3")
     assert until(lambda: answer_of(again, "math@3")) == until(lambda: answer_of(replica, "math@3"))
 

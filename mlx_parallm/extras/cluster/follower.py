@@ -54,6 +54,7 @@ class RegistryFollower:
         state: the registry as it was read last.
         unusable: versions that cannot be served here, with the reason. Those that could not be written or read are
             tried again.
+        followed: set once this node serves what it could of a state of the registry.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class RegistryFollower:
         self._held: dict[AdapterRef, SharedVersion] = {}
         self.state = VersionState()
         self.unusable: dict[AdapterRef, str] = {}
+        self.followed = asyncio.Event()
         self._try_again: set[AdapterRef] = set()
 
     @property
@@ -99,6 +101,7 @@ class RegistryFollower:
                 news.clear()
                 try:
                     await self._follow(self.state)
+                    self.followed.set()
                 except EngineError as error:  # the head or NATS may be starting again
                     _log.warning("%s", error)
                     await asyncio.sleep(_AGAIN_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,9 @@ from mlx_parallm.extras.cluster.nats_watch import keep_storing
 from mlx_parallm.extras.cluster.node import Node, id_of, running
 from mlx_parallm.extras.cluster.state import locked_folder, own_token
 from mlx_parallm.extras.cluster.versions import Versions
+
+_FOLLOWS_S = 10.0
+"""How long a head that starts may take to load the versions that it has, before it serves without the rest."""
 
 
 class AdapterArchives:
@@ -211,6 +214,8 @@ async def head(settings: HeadSettings, adapters: NodeAdapters) -> AsyncIterator[
             await stack.enter_async_context(running(keep_storing(connection, server, folder)))
         node = Head(settings, token, adapters, connection, nats)
         await stack.enter_async_context(node.taking_part(connection))
+        with suppress(TimeoutError):  # a client that asks at once must not hear that an adapter is unknown
+            await asyncio.wait_for(node.follower.followed.wait(), _FOLLOWS_S)
         yield node
 
 
