@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ from typing import Any
 from benchmarks.lib import machine
 from benchmarks.lib.durability.processes import end, free_port, get, post, small_model, start
 
+PROBE_S = 2.0
+"""A probe that a server has accepted just before its end may hang for so long."""
 NOT_UP = (OSError, ValueError, HTTPException)
 ASKED = {"model": "tone", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 GIVEN = [
@@ -155,7 +158,7 @@ def _next_answer(base: str, process: subprocess.Popen[bytes]) -> Any:
     """The text of the next answer of the adapter; None if the server that answers has no such adapter."""
     while process.poll() is None:
         with suppress(*NOT_UP):
-            get(f"{base}/models")
+            urllib.request.urlopen(f"{base}/models", timeout=PROBE_S).close()
             break
         time.sleep(0.05)
     with suppress(*NOT_UP):

@@ -19,7 +19,7 @@ from app.test_restarts import write
 from main_job.serving import free_port
 from tiny import save_tiny
 
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(400)]
 
 LIMIT_S = 4
 """A hang counts as one after so many seconds, which no piece of work on a tiny model takes."""
