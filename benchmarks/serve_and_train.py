@@ -1,14 +1,12 @@
 """Measures the cost of training for served requests, and its memory. Prints two tables and their figures.
 
-    python benchmarks/serve_and_train.py [--quick] [--repeats 3] [--only serving publish update memory soak]
-        [--minutes 30] [--out FILE]
+    python benchmarks/serve_and_train.py [--quick] [--repeats 3] [--only serving publish update memory] [--out FILE]
 
 `serving`: a real server with 8 clients; inference only and training at 5, 12, 25 and 50 % of the time take turns.
 `publish`: the time from an optimizer step to the first request that uses its version. `update`: the training part of an
 update, compared with a plain trainer. `memory`: MLX's memory, compared with a serving process and a separate trainer.
-`soak`, which runs only if it is named: half an hour of serving and training. Each part has processes of its own. All
-but the soak take about 40 minutes on two cores with --repeats 2, a quarter of an hour with --quick. Nothing else should
-run on the machine meanwhile.
+Each part has processes of its own. It takes about 40 minutes on two cores with --repeats 2, a quarter of an hour with
+--quick. Nothing else should run on the machine meanwhile.
 """
 
 import argparse
@@ -31,17 +29,14 @@ from benchmarks.lib.training import figures as rl_figures
 from benchmarks.lib.training import memory as rl_memory
 from benchmarks.lib.training import publish as rl_publish
 from benchmarks.lib.training import served as rl_served
-from benchmarks.lib.training import soak as rl_soak
 from benchmarks.lib.training import tables as rl_tables
 from benchmarks.lib.training import update as rl_update
 from benchmarks.lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING, Load, Memory
 from benchmarks.lib.training.publish import Live
 from benchmarks.lib.training.served import Served
-from benchmarks.lib.training.soak import Soak
 from benchmarks.lib.training.update import Cost
 
 PARTS = ("serving", "publish", "update", "memory")
-SOAK = "soak"
 PUBLISHES, QUICK_PUBLISHES = 20, 4
 BUNDLED, BUNDLED_LOAD = "bundled model", Load(rows=8, tokens=64, updates=2)
 WIDE, WIDE_LOAD = "random model, 2 GB", Load(rows=4, tokens=16, updates=1)
@@ -55,7 +50,6 @@ class Results:
     lives: list[Live] = field(default_factory=list)
     costs: list[Cost] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
-    soak: Soak | None = None
 
     def judged(self) -> Iterator[Figure]:
         if self.served:
@@ -64,8 +58,6 @@ class Results:
             yield from rl_figures.of_publish(self.lives)
         yield from rl_figures.of_update(self.costs)
         yield from rl_figures.of_memory(self.memories)
-        if self.soak:
-            yield from rl_figures.of_soak(self.soak)
 
     def record(self) -> dict[str, Any]:
         """The measurements as JSON, with one value per repeat."""
@@ -74,7 +66,6 @@ class Results:
             "publish": [asdict(live) for live in self.lives],
             "update": [asdict(cost) for cost in self.costs],
             "memory": [asdict(memory) for memory in self.memories],
-            "soak": asdict(self.soak) if self.soak else None,
         }
 
 
@@ -92,7 +83,6 @@ class Bench:
             "publish": self._publish,
             "update": self._update,
             "memory": self._memory,
-            SOAK: self._soak,
         }
         for name in self.arguments.only:
             print(name, flush=True)
@@ -115,9 +105,6 @@ class Bench:
         if not self.arguments.quick:
             model = self._model("wide_model.py")
             results.memories.append(rl_memory.measure(WIDE, model, WIDE_LOAD, (SERVING, TRAINING, TRAINER)))
-
-    def _soak(self, results: Results) -> None:
-        results.soak = alone(rl_soak.measure, self.arguments.minutes)
 
     def _model(self, script: str) -> Path:
         """Runs a script of `lib/programs` that writes a model directory. Returns the directory."""
@@ -151,8 +138,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one repeat, shorter windows, 4 publishes, no wide model")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=(*PARTS, SOAK), default=PARTS)
-    parser.add_argument("--minutes", type=float, default=30, help="of the soak")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path, default=report.RESULTS / "serve_and_train.json")
     return parser.parse_args()
 

@@ -51,7 +51,6 @@ EXTRAS: dict[str, dict[str, str]] = {
     "ranks": {},
     "retrain": {},
     "service": {},
-    "supervise": {"metrics": "child:metrics"},
     "trackers": {},
     "verifiers": {},
 }

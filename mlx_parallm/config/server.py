@@ -200,14 +200,9 @@ class ServerConfig(Section):
     shutdown_timeout: Annotated[Number, Flag("--shutdown-timeout", "SECONDS", only=SERVE)] = Field(default=30.0, ge=0)
     """Time in seconds that running requests get to finish after SIGTERM or Ctrl-C."""
     device_timeout: Annotated[Number | None, Flag("--device-timeout", "SECONDS")] = Field(default=600.0, gt=0)
-    """Time in seconds that one piece of device work may take, such as a step; loading a base model may take an hour.
-    Then the device counts as hung: requests fail, the process ends with status 1, and the log shows where it hangs.
-    Time for which the machine sleeps does not count. null means no limit.
-    """
-    supervise: Annotated[bool, Flag("--supervise", only=SERVE)] = False
-    """Run the server as a child of a process that starts it again when it crashes, hangs, or gives no sign of life for
-    device_timeout, and that restores what clients had changed by then: adapters that were loaded, the route and the
-    schedule.
+    """Time in seconds that one piece of device work may take, such as a step. Loading a base model may take six times
+    that. Then the device counts as hung: requests fail, the process ends with status 1, and the log shows where it
+    hangs. Time for which the machine sleeps does not count. null means no limit.
     """
     api_key: Annotated[ApiKey | None, Flag("--api-key", "KEY", only=SERVE, common=True)] = Field(
         default=None, repr=False
@@ -343,7 +338,8 @@ class ServerConfig(Section):
     max_connections: Annotated[Integer | None, Flag(only=SERVE)] = Field(default=None, ge=1)
     """Largest number of open connections. At the limit, the connection that has been idle longest is closed for a new
     one; when none is idle, one that sends its body or waits for events, of the client with the most of these; when all
-    are being answered, the new one gets 503. null means max_batch_size + max_queued + 256.
+    are being answered, the new one gets 503, unless it asks for the server's health. null means max_batch_size +
+    max_queued + 256.
     """
     header_timeout: Annotated[Number, Flag(only=SERVE)] = Field(default=10.0, gt=0)
     """Longest time in seconds for a client to send a request's headers."""

@@ -1,9 +1,11 @@
 """One client's connection: HTTP/1.1 by uvicorn and h11, with limits so that one client cannot hold what others need.
 
-- The number of open connections is limited. A connection beyond the limit closes another one: the one that has been
-  idle, or sending its headers, for longest. If no connection is idle, it closes one whose body has not arrived; if
+- The number of open connections is limited. A connection beyond the limit takes the place of another one: the one that
+  has been idle, or sending its headers, for longest. If no connection is idle, it is one whose body has not arrived; if
   there is none of these either, one that only waits, such as a stream of events. In both cases it is the oldest of the
-  client that has the most. If all others are being answered, the new one gets a 503.
+  client that has the most. If all others are being answered, the new one gets no place.
+- A connection without a place is answered with 503, unless it asks for the server's health.
+- Few requests begin in one iteration of the event loop, so that a burst of them does not delay what others wait for.
 - Headers must arrive within a time limit (so must bodies: see `body`).
 - A client that stops reading its answer is disconnected, which frees its rows.
 - Input that is not HTTP gets an error body like any other error, with an id and a line in the request log.
@@ -14,10 +16,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
+from operator import attrgetter
 from typing import Any, cast
 
 import h11
@@ -31,7 +34,15 @@ from mlx_parallm.server.request_log import REQUEST_ID, RequestRecord, client_of,
 LINGER_S = 2
 """Seconds in which a refused client can read the refusal. A socket that is closed with unread input would reset the
 connection."""
-_MAX_LINGERING = 64
+LINGERING = 1024
+"""Number of refused clients that have this time at once, where the process may open so many files."""
+_FEWEST_LINGERING = 64
+"""The same in any case; they are among `OTHER_FILES`."""
+
+_PROBES = (b"GET /health", b"GET /liveness", b"GET /ready")
+"""How requests begin that ask for the server's health."""
+_AT_ONCE = 8
+"""Requests that begin in one iteration of the event loop."""
 
 OTHER_FILES = 128
 """Number of files that the process opens in addition to connections: model, adapters, checkpoints, pipes of child
@@ -43,15 +54,17 @@ log = logging.getLogger(__name__)
 # -- open files ------------------------------------------------------------------------------------
 
 
-def reserve_open_files(connections: int) -> int:
-    """Raises the process's soft limit of open files (256 in a macOS terminal) to make room for `connections`.
+def reserve_open_files(connections: int) -> tuple[int, int]:
+    """Raises the process's soft limit of open files (256 in a macOS terminal) to make room for `connections`, and for
+    refused ones.
 
     Returns:
-        The number of connections that fit, at most `connections`. If it is fewer, a warning is logged.
+        The number of connections that fit, at most `connections`, and that of refused ones which may stay open for a
+        moment. If not all connections fit, a warning is logged.
     """
     if sys.platform == "win32":  # has no such limit
-        return connections
-    allowed = _raise_soft_limit(connections + OTHER_FILES)
+        return connections, LINGERING
+    allowed = _raise_soft_limit(connections + LINGERING + OTHER_FILES)
     fitting = max(1, min(connections, allowed - OTHER_FILES))
     if fitting < connections:
         log.warning(
@@ -61,7 +74,7 @@ def reserve_open_files(connections: int) -> int:
             connections,
             connections + OTHER_FILES,
         )
-    return fitting
+    return fitting, max(_FEWEST_LINGERING, min(LINGERING, allowed - OTHER_FILES - fitting))
 
 
 def _raise_soft_limit(wanted: int) -> int:
@@ -86,19 +99,40 @@ def _raise_soft_limit(wanted: int) -> int:
 # -- connections -----------------------------------------------------------------------------------
 
 
+class Turns:
+    """Calls what waits for its turn, in the order in which it came: a few calls in each iteration of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def wait(self, call: Callable[[], None]) -> None:
+        self._waiting.append(call)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(min(_AT_ONCE, len(self._waiting))):
+            loop.call_soon(self._waiting.popleft())  # so that an error of one does not concern the others
+        if self._waiting:
+            loop.call_soon(self._next)
+
+
 @dataclass(slots=True)
 class ConnectionLimits:
     """Limits and state that all connections share.
 
-    `access_log`: whether refusals are logged. `lingering`: number of refused connections that are still open so that
-    their clients can read the refusal.
+    `access_log`: whether refusals are logged. `lingering`: number of connections without a place that are open for a
+    moment, at most `max_lingering`.
     """
 
     max_connections: int
+    max_lingering: int
     header_timeout_s: float
     write_timeout_s: float
     access_log: bool
     lingering: int = 0
+    turns: Turns = field(default_factory=Turns)
 
 
 class LimitedProtocol(H11Protocol):
@@ -110,32 +144,54 @@ class LimitedProtocol(H11Protocol):
 
     def __init__(self, limits: ConnectionLimits, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
+        self.connections: set[LimitedProtocol]  # type: ignore[assignment]  # all are of this class
         self._limits = limits
-        self._refused = False
+        self._refused = self._lingers = False
+        self._first_bytes = b""
         self._idle_since = self.loop.time()
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
 
     # uvicorn's and asyncio's callbacks
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
         self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._headers_late)
-        if len(self.connections) > self._limits.max_connections and not self._replace_other():
-            self._refuse(503, "too_many_connections", "Too many connections are open; try again.")
+        if len(self.connections) > self._limits.max_connections and not self._take_place():
+            self._linger()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._header_timer, self._write_timer):
+        for timer in (self._header_timer, self._write_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
-        self._limits.lingering -= self._refused
+        self._limits.lingering -= self._lingers
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Starts the header timer when a request begins, and stops it at the end of the headers. Between two requests
-        of one connection, uvicorn's keep-alive timer runs."""
         if self._refused:
             return
+        if self._first_bytes:
+            self._first_bytes += data
+        elif not self._idle or data.startswith(_PROBES):
+            self._read(data)
+        else:
+            self._first_bytes = data
+            self._limits.turns.wait(self._begin)
+
+    def _begin(self) -> None:
+        """Reads what came while the request waited for its turn."""
+        data, self._first_bytes = self._first_bytes, b""
+        if self.transport.is_closing() or self._refused:
+            return
+        if self._lingers:
+            self._refuse_for_number()
+        else:
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        """Starts the header timer when a request begins, and stops it at the end of the headers. Between two requests
+        of one connection, uvicorn's keep-alive timer runs."""
         super().data_received(data)
         if not self._idle and self._header_timer is not None:
             self._header_timer.cancel()
@@ -147,6 +203,8 @@ class LimitedProtocol(H11Protocol):
         self._idle_since = self.loop.time()
         self._watch_writing()
         super().on_response_complete()
+        if self._lingers:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -172,21 +230,51 @@ class LimitedProtocol(H11Protocol):
         """Whether its request only waits for what others do."""
         return self.cycle is not None and waits(cast(Scope, self.cycle.scope)) and not self.transport.is_closing()
 
-    def _replace_other(self) -> bool:
-        """Closes another connection that is not being answered. Returns false if all others are."""
-        others = [other for other in self.connections if isinstance(other, LimitedProtocol) and other is not self]
+    def _take_place(self) -> bool:
+        """Takes the place of another connection that is not being answered. Returns false if all others are."""
+        others = [other for other in self.connections if other is not self]
         replaceable = (
             [other for other in others if other._idle]
             or _of_the_greediest([other for other in others if other._receiving])
             or _of_the_greediest([other for other in others if other._waits])
         )
         if replaceable:
-            min(replaceable, key=lambda other: other._idle_since).transport.abort()
+            min(replaceable, key=_since)._give_place()
         return bool(replaceable)
+
+    def _give_place(self) -> None:
+        """Loses its place. If its first request may be under way, it is answered; otherwise the connection is
+        closed."""
+        if self.cycle is None:
+            self._linger()
+        else:
+            self.transport.abort()
+
+    def _linger(self) -> None:
+        """Leaves the connection open for a moment, without a place."""
+        self._lingers = True
+        self.connections.discard(self)
+        self._limits.lingering += 1
+        if self._limits.lingering > self._limits.max_lingering:
+            self.transport.abort()
+        else:
+            self._linger_timer = self.loop.call_later(LINGER_S, self._lingered)
+
+    def _lingered(self) -> None:
+        """Closes the connection, but not before an answer."""
+        if self._refused:
+            self.transport.abort()
+        elif self._first_bytes or not self._idle:
+            self._linger_timer = self.loop.call_later(LINGER_S, self._lingered)
+        else:
+            self._refuse_for_number()
 
     # header timeout
 
     def _headers_late(self) -> None:
+        self._header_timer = None
+        if self._first_bytes:  # the server is late, not the client
+            return
         received, _ = self.conn.trailing_data
         if received and self.conn.our_state is h11.IDLE:
             self._refuse(408, "header_timeout", "The request's headers came too slowly.")
@@ -211,6 +299,9 @@ class LimitedProtocol(H11Protocol):
 
     # refusals
 
+    def _refuse_for_number(self) -> None:
+        self._refuse(503, "too_many_connections", "Too many connections are open; try again.")
+
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Sends an error response and closes the connection `LINGER_S` later. If an answer has begun, closes it now."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
@@ -220,19 +311,21 @@ class LimitedProtocol(H11Protocol):
         if self.cycle is not None:  # a route that still answers may send nothing more
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.connections.discard(self)
-        self._limits.lingering += 1
         record = RequestRecord(status=status, error=code)
         if self._limits.access_log:
             request_log.write(record, None)
         body = wire_error(status, code, message).json_text().encode()
         for event in _response(status, body, record.request_id):
             self.transport.write(self.conn.send(event) or b"")
-        if self._limits.lingering > _MAX_LINGERING:
-            self.transport.abort()
-            return
         self.transport.write_eof()
-        self.loop.call_later(LINGER_S, self.transport.abort)
+        if self._linger_timer is None:
+            self._linger()
+        else:
+            self._linger_timer.cancel()
+            self._linger_timer = self.loop.call_later(LINGER_S, self._lingered)
+
+
+_since = attrgetter("_idle_since")
 
 
 def _of_the_greediest(connections: Sequence[LimitedProtocol]) -> list[LimitedProtocol]:

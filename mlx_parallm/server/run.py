@@ -89,7 +89,7 @@ class DrainingServer(uvicorn.Server):
             self._accept_fault_until = loop.time() + ACCEPT_FAULT_EVERY_S
             log.error(
                 "no connection can be accepted (%s): this process has too many open files; raise its limit "
-                "(ulimit -n), or lower --max-connections",
+                "(ulimit -n), or lower server.max_connections",
                 fault.get("exception"),
             )
 
@@ -139,7 +139,7 @@ def _uvicorn_config(app: FastAPI) -> uvicorn.Config:
     config = services.config
     password = config.ssl_keyfile_password
     limits = ConnectionLimits(
-        reserve_open_files(config.connection_limit), config.header_timeout, config.write_timeout, config.access_log
+        *reserve_open_files(config.connection_limit), config.header_timeout, config.write_timeout, config.access_log
     )
     return uvicorn.Config(
         app,

@@ -30,6 +30,7 @@ _OTHER_FLAGS = {
         "--beside",
         "--only",
         "--minutes",
+        "--control-minutes",
         "--seeds",
         "--record-counts",
         "--runs",

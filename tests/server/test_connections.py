@@ -13,6 +13,7 @@ from server.asking import eventually
 from server.keys import key_file
 
 from mlx_parallm.core.requests import FinishReason, SequenceOutput
+from mlx_parallm.server import connections
 from mlx_parallm.server.api import login
 from mlx_parallm.server.connections import OTHER_FILES, reserve_open_files
 
@@ -118,15 +119,65 @@ async def test_beyond_the_connections_that_are_busy_a_new_one_gets_503(serving, 
         request = HEAD + f"Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n".encode() + raw
         busy = [await opened(server, request) for _ in range(2)]
         await eventually(lambda: len(engine.live) == 2)
-        status, head, error = await refused(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        status, head, error = await refused(server, b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert (status, error["code"]) == (503, "too_many_connections")
         assert b"retry-after" in head
+        for probe in ("/health", "/liveness", "/ready"):
+            reader, writer = await opened(server, f"GET {probe} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode())
+            assert b"200 OK" in await asyncio.wait_for(reader.read(), PATIENCE_S), "answered, and then closed"
+            writer.close()
         engine.go_on.set()
         for reader, writer in busy:
             assert b"200 OK" in await asyncio.wait_for(reader.read(), PATIENCE_S)
             writer.close()
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "after all have connected"])
+async def test_each_connection_of_a_burst_is_answered(serving, engine, late):
+    """Also one that had to make room for others before its request came."""
+    engine.pause_before = 0
+    raw = json.dumps({"prompt": "x"}).encode()
+    request = HEAD + f"Content-Length: {len(raw)}\r\nConnection: close\r\n\r\n".encode() + raw
+    async with serving(max_connections=4) as server:
+        opening = [opened(server, b"" if late else request) for _ in range(40)]
+        burst = await asyncio.gather(*opening)
+        if late:
+            await eventually(lambda: server.uvicorn.config.http.args[0].lingering == 36)
+            for _, writer in burst:
+                writer.write(request)
+        await eventually(lambda: engine.live)
+        engine.go_on.set()
+        answers = await asyncio.wait_for(asyncio.gather(*(reader.read() for reader, _ in burst)), PATIENCE_S)
+        assert {answer.split()[1] for answer in answers} == {b"200", b"503"}
+        for _, writer in burst:
+            writer.close()
+
+
+async def test_probes_come_before_the_requests_of_a_burst(serving, monkeypatch):
+    """While requests wait for their turn, the server's health is answered."""
+    monkeypatch.setattr(connections.Turns, "_next", lambda turns: None)
+    async with serving() as server:
+        waiting = [await opened(server, b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") for _ in range(3)]
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
+            assert (await client.get("/health")).status_code == 200
+        for reader, writer in waiting:
+            assert not reader._buffer
+            writer.close()
+
+
+async def test_a_failing_call_does_not_stop_the_turns_of_others():
+    turns, called = connections.Turns(), []
+
+    def fail():
+        called.append(0)
+        raise RuntimeError("wanted by the test")
+
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    for call in [fail, *[lambda: called.append(1)] * 20]:
+        turns.wait(call)
+    await eventually(lambda: called.count(1) == 20)
 
 
 @pytest.mark.parametrize("path", ["/login", "/v1/completions", "/tokenize"])
@@ -173,7 +224,9 @@ def test_a_maximum_below_the_hard_limit_is_found(monkeypatch):
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
     monkeypatch.setattr(resource, "setrlimit", setrlimit)
-    assert 256 <= reserve_open_files(900) + OTHER_FILES <= 300
+    connections, lingering = reserve_open_files(900)
+    assert 256 <= connections + OTHER_FILES <= 300
+    assert lingering == 64
 
 
 @pytest.mark.parametrize("hard", ["200", "resource.getrlimit(files)[1]"])

@@ -7,7 +7,6 @@ from benchmarks.lib.training.memory import ADAPTERS, SERVING, TRAINER, TRAINING,
 from benchmarks.lib.training.publish import Live
 from benchmarks.lib.training.served import LEARNING, LITTLE, PRIORITY, QUARTER, SHARES, Served, Window
 from benchmarks.lib.training.served import SERVING as ONLY_SERVING
-from benchmarks.lib.training.soak import Soak
 from benchmarks.lib.training.update import Cost
 
 RATE_OF_REST, LEARNING_RATE, LEARNING_GAP = 0.95, 0.83, 1.2
@@ -15,7 +14,6 @@ PRIORITY_RATE, PRIORITY_GAP, PRIORITY_UPDATES = 0.45, 1.8, 2.5
 LIVE_LIMIT_MS = 50
 SPEED_UP, MILLIONTHS_APART = 3, 10
 ONE_COPY = 0.6
-GROWTH_PERCENT = 1
 NAMES = {ONLY_SERVING: "alone", LITTLE: "5 %", LEARNING: "RL", QUARTER: "25 %", PRIORITY: "priority"}
 """What the figures call the windows."""
 
@@ -100,21 +98,6 @@ def of_memory(memories: Sequence[Memory]) -> Iterator[Figure]:
                 yield Figure(f"{memory.model}: peak, {kind}", "MB", *reported([memory.held[kind].peak / 1e6]))
         limit = ONE_COPY if memory.weights >= 2e9 else None
         yield Figure(f"{memory.model}: peak, one process over two", "x", *reported([memory.ratio]), limit)
-
-
-def of_soak(soak: Soak) -> Iterator[Figure]:
-    """Compares the memory at the end with the memory after the first part."""
-    first, last = soak.points[0], soak.points[-1]
-    yield Figure("soak: minutes", "", *reported([last.minutes]))
-    yield Figure("soak: updates", "", *reported([last.updates]))
-    yield Figure("soak: requests", "", *reported([soak.requests]))
-    yield errors("soak: requests that failed", len(soak.failed))
-    for name, before, after, limit in (
-        ("MLX's active bytes", first.active, last.active, GROWTH_PERCENT),
-        ("live arrays", first.arrays, last.arrays, GROWTH_PERCENT),
-        ("the process", first.resident, last.resident, None),
-    ):
-        yield Figure(f"soak: growth of {name}", "%", *reported([100 * (after / before - 1)]), limit)
 
 
 def _rates(windows: Sequence[Window]) -> list[float]:

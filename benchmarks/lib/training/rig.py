@@ -1,7 +1,6 @@
 """An engine that trains, without HTTP: clients whose answers are trained on, and checks of what must hold meanwhile."""
 
 import asyncio
-import gc
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -138,12 +137,6 @@ class Rig:
         """Bytes of the KV pool: those of rows, of cached prefixes and of free blocks. Device thread only."""
         (engine,) = self.engine.processor._engines.values()
         return engine._cache.bytes_used + engine._cache.bytes_cached + engine._cache.bytes_free
-
-    def footprint(self) -> tuple[int, int]:
-        """MLX's bytes without the KV pool, and the number of arrays that Python's garbage collector knows."""
-        gc.collect()
-        mx.clear_cache()
-        return mx.get_active_memory() - self.pool_bytes, sum(isinstance(thing, mx.array) for thing in gc.get_objects())
 
 
 @asynccontextmanager

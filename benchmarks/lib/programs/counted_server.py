@@ -1,0 +1,33 @@
+"""`mlx_parallm_serve`, which counts the objects of its process when it gets SIGUSR1, and writes the counts to a file.
+
+python counted_server.py COUNTS FLAG …
+"""
+
+import gc
+import json
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+COUNTS = Path(sys.argv[1])
+MOST = 40
+
+
+def count(*_: Any) -> None:
+    """Writes how many MLX arrays and how many objects in all Python's garbage collector knows, and the most of a
+    type."""
+    types = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+    found = {"arrays": types["mlx.core.array"], "objects": types.total(), "types": dict(types.most_common(MOST))}
+    written = COUNTS.with_suffix(".tmp")
+    written.write_text(json.dumps(found))
+    written.replace(COUNTS)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, count)
+    from mlx_parallm.cli.main import serve
+
+    sys.argv = ["mlx_parallm_serve", *sys.argv[2:]]
+    sys.exit(serve())

@@ -1,0 +1,269 @@
+"""Runs a server for half an hour under good and hostile clients, and looks for what grows, is lost or is wrong.
+
+    python benchmarks/soak.py [--minutes 30] [--control-minutes 10] [--quick] [--out FILE]
+
+A tiny random model serves and learns. Good clients use every API, with answers of all lengths, adapters and schemas;
+their answers are compared with those of a quiet server. Meanwhile adapters are published, updates are made from every
+source, and adapters and a second base model are loaded again. Hostile clients send bad input, garbage and half
+requests, leave, and do not read. The server is ended by SIGTERM and started again after a fifteenth of the time, and
+before the last one; what grows is measured in the process between. A second server then gets the same load without the
+hostile clients. With --quick, both take one minute, and nothing has a limit that needs more time.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import machine, report
+from benchmarks.lib.figures import Figure, Spread, errors, percentile, ratios, reported, spread
+from benchmarks.lib.peers import cancelled_by_sigterm
+from benchmarks.lib.soak.good import Known, Told, controls
+from benchmarks.lib.soak.hostile import Done
+from benchmarks.lib.soak.loads import Loads, loads
+from benchmarks.lib.soak.plot import plot
+from benchmarks.lib.soak.serving import Point, Server, prepare
+
+POINT_S = 5.0
+SHARE_OF_A_RESTART = 1 / 15
+JOURNAL_UPDATES = 1200
+"""Updates that are in the journal before the load, more than it keeps of anything."""
+WARM_UP = 0.2
+"""Part of the measured process's time after which it must not grow."""
+FLOOR_S = 60.0
+SLACK_S = 2.0
+"""A request that was sent so long before a SIGTERM may find no server."""
+GROWING = {
+    "resident": "RSS",
+    "threads": "threads",
+    "descriptors": "descriptors",
+    "arrays": "live arrays",
+    "active": "bytes of MLX's arrays",
+    "journal": "journal",
+}
+GROWTH_PERCENT, SLOWER, BAD_PERCENT, PUBLISHES, UPDATES, MOST_RESTARTS = 1.0, 1.5, 20.0, 100, 20, 2
+
+
+@dataclass(slots=True)
+class Run:
+    """One server under load. `down`: the times without a server. `ends`: exit code and seconds of each end."""
+
+    minutes: float
+    points: list[Point] = field(default_factory=list)
+    down: list[tuple[float, float]] = field(default_factory=list)
+    ends: list[tuple[int, float]] = field(default_factory=list)
+    left_behind: dict[str, float] = field(default_factory=dict)
+    updates: int = 0
+    good: Told = field(default_factory=Told)
+    hostile: Done = field(default_factory=Done)
+    logged_errors: list[str] = field(default_factory=list)
+
+    @property
+    def measured(self) -> list[Point]:
+        """The points of the process that ran for longest, without its warm-up."""
+        process = max((point.process for point in self.points), key=self._seconds)
+        mine = [point for point in self.points if point.process == process]
+        return [point for point in mine if point.at >= mine[0].at + WARM_UP * (mine[-1].at - mine[0].at)]
+
+    def _seconds(self, process: int) -> float:
+        times = [point.at for point in self.points if point.process == process]
+        return times[-1] - times[0]
+
+    def latencies(self) -> list[list[float]]:
+        """Seconds of the good requests of each minute of the measured time."""
+        begin, end = self.measured[0].at, self.measured[-1].at
+        minutes: list[list[float]] = [[] for _ in range(int((end - begin) // 60) + 1)]
+        for name, at, seconds in self.good.done:
+            if begin <= at < end and not name.startswith("change"):
+                minutes[int((at - begin) // 60)].append(seconds)
+        return [minute for minute in minutes if len(minute) >= 100]
+
+    def faults(self) -> Iterator[str]:
+        yield from self.good.faults
+        yield from self.hostile.faults
+        yield from self.logged_errors
+        for at, request in (*self.good.refused, *self.hostile.refused):
+            if not any(begin - SLACK_S <= at <= end for begin, end in self.down):
+                yield f"refused: {request}"
+
+    def growth(self, name: str) -> float:
+        """Slope of the least value of each minute, in percent of their mean in 10 minutes."""
+        points = self.measured
+        floors = dict[int, float]()
+        for point in points:
+            minute = int((point.at - points[0].at) // FLOOR_S)
+            floors[minute] = min(floors.get(minute, float("inf")), getattr(point, name))
+        return 1000 * slope(floors) / (sum(floors.values()) / len(floors))
+
+
+def slope(values: dict[int, float]) -> float:
+    """Of the line with the least squares; 0 for fewer than two values."""
+    if len(values) < 2:
+        return 0.0
+    x, y = sum(values) / len(values), sum(values.values()) / len(values)
+    return sum((at - x) * (value - y) for at, value in values.items()) / sum((at - x) ** 2 for at in values)
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+async def soak(server: Server, known: list[Known], minutes: float, parts: tuple[float, ...], hostile: bool) -> Run:
+    """Puts a running server under load. `parts`: the minutes of each of its processes."""
+    run = Run(minutes)
+    before = (await server.get("/v1/training/status"))["step"]
+    with loads(server.port, server.keys, known, hostile) as made:
+        for number, part in enumerate(parts):
+            if number:
+                await _restart(server, made, run)
+            await _watch(server, run, 60 * part)
+    run.good, run.hostile = made.good, made.hostile
+    run.left_behind = await server.left_behind()
+    run.updates = (await server.get("/v1/training/status"))["step"] - before
+    run.ends.append(await server.end())
+    run.logged_errors = [line for line in server.log.read_text().splitlines() if _is_error(line)]
+    return run
+
+
+async def _restart(server: Server, made: Loads, run: Run) -> None:
+    began = time.monotonic()
+    run.ends.append(await server.end())
+    made.process.value += 1
+    await server.start()
+    run.down.append((began, time.monotonic()))
+
+
+async def _watch(server: Server, run: Run, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        await asyncio.sleep(min(POINT_S, left))
+        point = await server.point()
+        run.points.append(point)
+        print(
+            f"  {seconds - max(0.0, until - point.at):5.0f} s of process {point.process}: RSS "
+            f"{point.resident / 1e6:.1f} MB, {point.threads} threads, {point.descriptors} descriptors, {point.arrays} "
+            f"arrays, {point.objects} objects, {point.active / 1e6:.1f} MB of arrays, journal "
+            f"{point.journal / 1e6:.2f} MB",
+            flush=True,
+        )
+
+
+def _is_error(line: str) -> bool:
+    return '"level":"error"' in line or "Traceback" in line or " error " in line
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Run, Run]:
+    """The run with hostile clients, and the one without."""
+    minutes = 1.0 if arguments.quick else arguments.minutes
+    short = minutes * SHARE_OF_A_RESTART
+    keys, runs = prepare(folder), []
+    for name, hostile, parts in (
+        ("soak", True, (short, minutes - 2 * short, short)),
+        ("control", False, (1.0 if arguments.quick else arguments.control_minutes,)),
+    ):
+        server = Server(folder, folder / name, keys)
+        try:
+            await server.start()
+            if hostile:
+                known = await controls(server.port, keys["good"])
+                print(f"{len(known)} questions with a control", flush=True)
+            await server.fill_journal(20 if arguments.quick else JOURNAL_UPDATES)
+            print(name, flush=True)
+            runs.append(await soak(server, known, sum(parts), parts, hostile))
+        finally:
+            server.kill()
+    return runs[0], runs[1]
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def figures(run: Run, control: Run, judged: bool) -> Iterator[Figure]:
+    """`judged`: whether the run was long enough for the limits that depend on it."""
+    bad, good = run.hostile.counts["bad requests"], sum(run.good.counts[name] for name in _answered(run.good))
+    yield Figure("minutes under load", "", *reported([run.minutes]))
+    yield Figure("good requests", "", *reported([good]))
+    for name in _answered(run.good):
+        yield Figure(f"good requests: {name}", "", *reported([run.good.counts[name]]))
+    yield Figure("bad requests, of all", "%", *reported([100 * bad / max(1, bad + good)]), BAD_PERCENT, at_least=True)
+    for name, count in sorted(run.hostile.counts.items()):
+        yield Figure(f"hostile: {name}", "", *reported([count]))
+    yield Figure(
+        "publishes", "", *reported([run.good.counts["publishes"]]), PUBLISHES if judged else None, at_least=True
+    )
+    yield Figure("updates", "", *reported([run.updates]), UPDATES if judged else None, at_least=True)
+    for name in ("reloads", "Tinker sessions"):
+        yield Figure(name, "", *reported([run.good.counts[name]]))
+    yield Figure("restarts by SIGTERM", "", *reported([len(run.down)]), MOST_RESTARTS)
+    yield errors("processes that did not end with 0", sum(code != 0 for code, _ in run.ends + control.ends))
+    faults = [*run.faults(), *control.faults()]
+    for kind in ("ended other than once", "another answer", "another version", "no answer", "refused"):
+        yield errors(f"faults: {kind}", sum(fault.startswith(kind) for fault in faults))
+    yield errors("faults in all", len(faults))
+    yield errors("held by no request at the end", len(run.left_behind) + len(control.left_behind))
+    for name, title in GROWING.items():
+        yield Figure(
+            f"growth in 10 minutes: {title}", "%", *reported([run.growth(name)]), GROWTH_PERCENT if judged else None
+        )
+    yield from _latencies(run, control)
+
+
+def _answered(told: Told) -> list[str]:
+    return sorted(name for name in told.counts if name.startswith("/"))
+
+
+def _latencies(run: Run, control: Run) -> Iterator[Figure]:
+    hostile, quiet = ([percentile(minute, 99) for minute in each.latencies()] for each in (run, control))
+    ours, theirs = (percentile([s for minute in each.latencies() for s in minute], 99) for each in (run, control))
+    yield Figure("p99 of good requests, by minute", "s", *reported(hostile))
+    yield Figure("p99 of good requests, by minute, without hostile clients", "s", *reported(quiet))
+    by_minute = ratios(hostile, [spread(quiet).median] * len(hostile))
+    yield Figure("p99 beside hostile clients", "x", Spread(ours / theirs, by_minute.low, by_minute.high), ours / theirs)
+
+
+def main() -> int:
+    """Returns the exit code: 0 if every figure keeps to its limit, 1 if one does not."""
+    arguments = _arguments()
+    before = machine.describe()
+    machine.warn_if_busy()
+    with tempfile.TemporaryDirectory(prefix="soak_benchmark_") as folder:
+        run, control = asyncio.run(cancelled_by_sigterm(measure(arguments, Path(folder))))
+    judged = list(figures(run, control, not arguments.quick))
+    report.show(judged)
+    for fault in [*run.faults(), *control.faults()][:20]:
+        print(fault)
+    record = {name: _recorded(each) for name, each in (("soak", run), ("control", control))}
+    report.write(arguments.out, {"machine": before, "setting": report.setting(arguments), **record}, judged)
+    plot(run, control, arguments.out.with_suffix(".png"))
+    print(f"written to {arguments.out}")
+    return int(any(figure.met is False for figure in judged))
+
+
+def _recorded(run: Run) -> dict[str, Any]:
+    """A run without the single requests."""
+    minutes = [[len(minute), percentile(minute, 50), percentile(minute, 99)] for minute in run.latencies()]
+    return {
+        "points": [list(asdict(point).values()) for point in run.points],
+        "minutes": minutes,
+        "ends": run.ends,
+        "left_behind": run.left_behind,
+        "faults": list(run.faults())[:20],
+        "statuses": dict(run.hostile.statuses),
+    }
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, help="under good and hostile clients")
+    parser.add_argument("--control-minutes", type=float, default=10.0, help="under good clients only")
+    parser.add_argument("--quick", action="store_true", help="one minute each")
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "soak.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
