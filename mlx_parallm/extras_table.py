@@ -51,6 +51,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "ranks": {},
     "retrain": {},
     "service": {},
+    "supervise": {"metrics": "child:metrics"},
     "trackers": {},
     "verifiers": {},
 }

@@ -54,6 +54,8 @@ class AdapterCard:
     """The base model that it is for; empty if there is only one."""
     warning: str = ""
     """How the config of its files contradicts their tensors, which are used; empty if it does not."""
+    digest: str = field(default="", metadata=NOT_SENT)
+    """Identifies the content of its files; empty if they were not read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,6 +301,7 @@ class AdapterService:
             leases=self._store.requests(version.ref),
             checkpoint=info.checkpoint,
             warning=info.warning,
+            digest=info.digest,
         )
 
     # -- loading and publishing ------------------------------------------------------------------

@@ -74,6 +74,16 @@ async def _node_of(config: Config, served: Served) -> AsyncIterator[Node | None]
         yield node
 
 
+@asynccontextmanager
+async def _supervised(config: Config, app: FastAPI) -> AsyncIterator[None]:
+    """Lets the supervisor of this process, if it has one, see until the block ends that it lives."""
+    if not config.server.supervise:
+        yield
+        return
+    async with needed("supervise.child", "--supervise").supervised(app):
+        yield
+
+
 def _import_http() -> Callable[[FastAPI, Callable[[int], None]], Awaitable[int]]:
     """Imports what serves, in a second of processor time, while the model is loaded. Returns `server.run.serve`."""
     import mlx_parallm.server.app  # noqa: F401  # for `_create_app`
@@ -151,7 +161,7 @@ class IntegratedServer:
                 if training is not None:
                     training.is_asleep = lambda: app.state.services.lifecycle.asleep
                 with self._engine.failures_recorded():
-                    async with models.kept_up(), self._engine.watch.running():
+                    async with models.kept_up(), self._engine.watch.running(), _supervised(config, app):
                         return await serve(app, partial(_started, served, config, app, node))
         finally:
             self._inference_ended.set()

@@ -9,6 +9,7 @@ import os
 from mlx_parallm.cli.flags import flags_of, settings
 from mlx_parallm.cli.parser import takes
 from mlx_parallm.config import SERVE, render, resolve
+from mlx_parallm.extras_table import needed
 
 
 @takes(flags_of(SERVE))
@@ -23,6 +24,9 @@ def serve(args: argparse.Namespace) -> int:
     if args.print_config:
         print(render(resolved), end="")
         return 0
+    if resolved.config.server.supervise and not needed("supervise", "--supervise").is_child():
+        status: int = needed("supervise.parent", "--supervise").supervise(resolved.config)
+        return status
     gc.disable()  # a tenth of the time of these imports would go into looking for garbage
     from mlx_parallm.app.serve import run
 

@@ -200,9 +200,14 @@ class ServerConfig(Section):
     shutdown_timeout: Annotated[Number, Flag("--shutdown-timeout", "SECONDS", only=SERVE)] = Field(default=30.0, ge=0)
     """Time in seconds that running requests get to finish after SIGTERM or Ctrl-C."""
     device_timeout: Annotated[Number | None, Flag("--device-timeout", "SECONDS")] = Field(default=600.0, gt=0)
-    """Time in seconds that one piece of device work may take, such as a step. Loading a base model may take six times
-    that. Then the device counts as hung: requests fail, the process ends with status 1, and the log shows where it
-    hangs. Time for which the machine sleeps does not count. null means no limit.
+    """Time in seconds that one piece of device work may take, such as a step; loading a base model may take an hour.
+    Then the device counts as hung: requests fail, the process ends with status 1, and the log shows where it hangs.
+    Time for which the machine sleeps does not count. null means no limit.
+    """
+    supervise: Annotated[bool, Flag("--supervise", only=SERVE)] = False
+    """Run the server as a child of a process that starts it again when it crashes, hangs, or gives no sign of life for
+    device_timeout, and that restores what clients had changed by then: adapters that were loaded, the route and the
+    schedule.
     """
     api_key: Annotated[ApiKey | None, Flag("--api-key", "KEY", only=SERVE, common=True)] = Field(
         default=None, repr=False

@@ -34,7 +34,7 @@ from mlx_parallm.core.requests import Event, GenerationRequest, RequestFailed, R
 from mlx_parallm.engine.engine import Engine, EngineParts
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.engine.stats import StatsOfBases
-from mlx_parallm.engine.watchdog import LOADING, DeviceWatchdog
+from mlx_parallm.engine.watchdog import LOADING_S, DeviceWatchdog
 from mlx_parallm.errors import DeviceHungError, EngineDeadError, ModelUnavailableError, RankLostError
 
 T = TypeVar("T")
@@ -358,7 +358,7 @@ class ContinuousBatchProcessor:
 
     def _build_and_serve(self) -> None:
         try:
-            self._watchdog.begin("loading the base model", LOADING)
+            self._watchdog.begin("loading the base model", LOADING_S)
             self._add_first(self._build())
         except BaseException as error:  # noqa: BLE001 - handed to the thread that called start(), which raises it
             self._stats = EngineStats(alive=False, ready=False)
@@ -456,7 +456,7 @@ class ContinuousBatchProcessor:
 
         def step() -> bool:
             started = time.monotonic()
-            self._watchdog.begin("loading a base model", LOADING)
+            self._watchdog.begin("loading a base model", LOADING_S)
             try:
                 next(building)
             except StopIteration as built:

@@ -12,12 +12,12 @@ from types import FrameType, TracebackType
 _TICK_S = 1.0
 _GRACE_S = 10.0
 """Seconds from the end of patience to the end of the process, if it has not ended by itself."""
-LOADING = 6
-"""Patience for loading a base model, as a multiple of that for other work: its files may be on a slow disk."""
+LOADING_S = 3600.0
+"""Loading a base model may take so long, in seconds, whatever the limit is: its files may be on a slow disk."""
 EXIT_HUNG = 1
 
-_Work = tuple[str, int]
-"""A piece of work of the device thread: its stage, and how many times the limit it may take."""
+_Work = tuple[str, float]
+"""A piece of work of the device thread: its stage, and the seconds that it may take in any case."""
 
 
 class DeviceWatchdog:
@@ -55,9 +55,9 @@ class DeviceWatchdog:
 
     # -- the device thread -----------------------------------------------------------------------
 
-    def begin(self, stage: str, patience: int = 1) -> None:
-        """The device thread begins another piece of work."""
-        self._now = (stage, patience)
+    def begin(self, stage: str, least_limit_s: float = 0.0) -> None:
+        """The device thread begins another piece of work, which may take the limit, or this if it is longer."""
+        self._now = (stage, least_limit_s)
 
     def rest(self) -> None:
         """The device thread has nothing to do."""
@@ -88,10 +88,11 @@ class DeviceWatchdog:
             self._seen, self._ticks, self.notice = now, 0, ""
             return False
         self._ticks += 1
-        (stage, patience), seconds = now, self._ticks * self._tick_s
-        if seconds >= self._limit_s * patience / 2:
+        (stage, least_limit_s), seconds = now, self._ticks * self._tick_s
+        limit_s = max(self._limit_s, least_limit_s)
+        if seconds >= limit_s / 2:
             self.notice = f"The device thread does not get on: {stage} has taken {seconds:.0f} s."
-        return seconds >= self._limit_s * patience
+        return seconds >= limit_s
 
 
 def _traceback(thread: threading.Thread) -> TracebackType | None:

@@ -80,6 +80,7 @@ class Service:
             f"ExecStart={' '.join(map(_argument, self.command))}\n"
             f"WorkingDirectory={_escaped(str(self.folder))}\n"
             f"{variables}"
+            "KillMode=mixed\n"  # the server itself ends its children, when requests have ended
             "Restart=on-failure\n"
             f"RestartSec={_RESTART_AFTER_S}\n"
             f"TimeoutStopSec={self.stop_s}\n"

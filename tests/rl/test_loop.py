@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from mlx_parallm.config import Algorithm
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import (
+    EngineDeadError,
     InvalidRequestError,
     UnknownModelError,
 )
@@ -194,3 +196,18 @@ async def test_whatever_fails_around_an_update_is_reported_and_the_loop_goes_on(
         await settle()
         assert rig.kinds[-2:] == ["resumed", "update"], "nothing that waited is lost"
         rig.check()
+
+
+async def test_an_update_that_the_end_of_the_device_cuts_off_keeps_its_trajectories_for_the_next_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = await opened(settings=changed(SETTINGS, update_frequency=2))
+    rig.learner.error = EngineDeadError("it hangs")
+    monkeypatch.setattr(rig.loop._changes, "updated", lambda *_: pytest.fail("it is in the journal"))
+    group = rig.drawn(1.0, 0.0)
+    with pytest.raises(EngineDeadError):
+        await rig.loop.update(None)
+    async with asyncio.timeout(60):
+        await rig.loop.run()  # automatic updates end, too
+    assert [member.state for member in group.members] == [TrajectoryState.SCORED] * 2
+    rig.check()

@@ -46,6 +46,8 @@ def _problems(config: Config) -> Iterator[str]:
         yield "model.other_base_models: only one base model can be served"
     if config.cluster.wanted:
         yield "cluster: the server cannot be a node of a cluster"
+    if config.server.supervise:
+        yield "server.supervise: a server alone cannot be started again"
     if config.model.draft_model is not None:
         yield "model.draft_model: a draft model cannot be used"
     if config.server.kv_bits is not None:

@@ -22,7 +22,7 @@ from mlx_parallm.config import Action, ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import Signal
 from mlx_parallm.core.trajectories import GivenTrajectory
-from mlx_parallm.errors import InvalidRequestError, StorageError
+from mlx_parallm.errors import EngineDeadError, InvalidRequestError, StorageError
 from mlx_parallm.rl.buffer import TrajectoryBuffer
 from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.objectives import Advantages, PreparedUpdate, ScoredGroup, loss_of, signal_of
@@ -105,13 +105,17 @@ class AdapterRun:
     # -- automatic updates -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Makes updates and checkpoints when they are due. Never returns. Whatever fails is logged, reported and tried
-        again; after `max_skips` failures in a row, or if the disk fails, updates pause."""
+        """Makes updates and checkpoints when they are due. Returns only when the device thread has ended. Whatever else
+        fails is logged, reported and tried again; after `max_skips` failures in a row, or if the disk fails, updates
+        pause."""
         while True:
             was_paused = self._pausing.reason is not None
             try:
                 await self._wait()
                 await self._catch_up()
+            except EngineDeadError as error:
+                _log.error("no more updates of %s: %s", self.name, error)
+                return
             except Exception as error:  # noqa: BLE001 - without this loop, nothing would ever be learnt again
                 _log.exception("an update of %s failed", self.name)
                 self._failed(error)
@@ -217,7 +221,7 @@ class AdapterRun:
                 self._give_back(groups)
             reasons = _reasons(update, report)[own]
             report = replace(report, signal=update.signal, advice=self.training.plateau.advice)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, EngineDeadError):  # the next process learns from them
             self._give_back(groups)
             raise
         finally:
@@ -252,6 +256,8 @@ class AdapterRun:
             self._warn_of_placeholders(update.batch.samples)
             try:
                 report = await self._learn(update, progress)
+            except EngineDeadError:  # the update has not failed, but the process ends
+                raise
             except Exception:  # whatever it is, it is raised again
                 await self._record(update, UpdateReport(training.live, training.reports.step, "skipped", "failed"))
                 raise

@@ -14,7 +14,7 @@ from mlx_parallm.extras.ranks.running import check_splittable
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("server.kv_bits", 8), ("server.prefix_cache_dir", "cached")],
+    [("server.supervise", True), ("server.kv_bits", 8), ("server.prefix_cache_dir", "cached")],
 )
 def test_a_setting_that_does_not_work_is_named(setting: str, value: Any) -> None:
     config = resolve({setting: Setting(value, "test")}).config
