@@ -61,6 +61,7 @@ def test_nodes_serve_the_model_and_the_versions_of_the_head(cluster: Cluster, fi
     loaded = time.monotonic()
     until(lambda: answer_or_none(late) == expected)
     print(f"a late replica served the live version {time.monotonic() - loaded:.2f} s after it had loaded")
+    assert time.monotonic() - loaded < 5
     cluster.publish("math", 2, files / "adapter-2")
     newer = until(lambda: said if (said := answer(head, 0))[1] == "math@2" else None)
     assert newer[0] != expected[0]
