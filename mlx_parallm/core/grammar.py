@@ -127,15 +127,35 @@ class SpecifiedGrammar:
         return self.compiled.start()
 
 
+class NewGrammarError(Exception):
+    """The grammar was not compiled lately."""
+
+
 class GrammarCompiler(Protocol):
     """Compiles grammars within limits of time and size. Safe to use from any thread."""
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
-        """Compiles a grammar; this may take seconds.
+    def compile(self, spec: GrammarSpec, new: bool = True) -> Grammar:
+        """Compiles a grammar; this may take seconds if it is new.
 
         Raises:
             InvalidRequestError: the grammar is malformed or too complex, or it cannot be enforced.
+            NewGrammarError: it would have to be compiled, and `new` is false.
         """
 
     def close(self) -> None:
         """Refuses further compilations, and waits for the current ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownGrammars:
+    """A compiler that compiles nothing new."""
+
+    compiler: GrammarCompiler
+
+    def compile(self, spec: GrammarSpec, new: bool = False) -> Grammar:
+        """See `GrammarCompiler.compile`."""
+        return self.compiler.compile(spec, new=False)
+
+    def close(self) -> None:
+        """See `GrammarCompiler.close`."""
+        self.compiler.close()

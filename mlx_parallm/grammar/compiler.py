@@ -12,7 +12,15 @@ from threading import Lock
 
 from llguidance import LLTokenizer, TokenizerWrapper
 
-from mlx_parallm.core.grammar import Grammar, GrammarKind, GrammarSpec, ReasoningPrefix, SpecifiedGrammar, parts_of
+from mlx_parallm.core.grammar import (
+    Grammar,
+    GrammarKind,
+    GrammarSpec,
+    NewGrammarError,
+    ReasoningPrefix,
+    SpecifiedGrammar,
+    parts_of,
+)
 from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.errors import InvalidRequestError
 from mlx_parallm.grammar.matcher import GrammarRefused, LLGrammar, build_matcher
@@ -39,11 +47,13 @@ class LLCompiler:
         self._lock = Lock()
         self._cache: OrderedDict[GrammarSpec, Grammar | GrammarRefused] = OrderedDict()
 
-    def compile(self, spec: GrammarSpec) -> Grammar:
+    def compile(self, spec: GrammarSpec, new: bool = True) -> Grammar:
         """See `core.GrammarCompiler.compile`."""
         with self._lock:
             result = self._cache.get(spec)
         if result is None:
+            if not new and spec.kind is not GrammarKind.TEXT:
+                raise NewGrammarError
             result = self._compile(spec)
         with self._lock:
             self._cache[spec] = result

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mlx_parallm.core.engine import EngineClient
+from mlx_parallm.core.grammar import KnownGrammars
 from mlx_parallm.core.requests import (
     Event,
     GenerationRequest,
@@ -118,16 +119,22 @@ class GenerationResponse(Response):
                 collecting = services.require_collection("collect_trajectory")
                 collection = await collecting.check(collection, adapter, services.key.reader, body.task_prompt)
             context = RequestContext(services.key, services.config, model, adapter, collection)
-            prepare = partial(self._prepare, context)
+            size = scope["state"]["body_bytes"]
             if body.compiles:
-                writer = await services.workers.compile(client_of(scope), prepare)
+                prepare = partial(self._prepare_with_grammar, context)
+                writer = await services.workers.compile(client_of(scope), size, prepare)
             else:
-                writer = await services.workers.run(scope["state"]["body_bytes"], prepare)
+                writer = await services.workers.run(size, partial(self._prepare, context))
             record.set_request(writer.request, body.request_id)
             if record.id_from_client:
                 writer.chosen_id = record.request_id
             events = generate(services, writer.request, account, writer.watch)
             await (self._send_events if body.stream else self._send_whole)(writer, events, scope, receive, send)
+
+    def _prepare_with_grammar(self, context: RequestContext, new: bool) -> AnswerWriter:
+        """`new`: whether a grammar may be compiled that is not known."""
+        model = context.model if new else replace(context.model, grammars=KnownGrammars(context.model.grammars))
+        return self._prepare(replace(context, model=model))
 
     async def _send_whole(
         self, writer: AnswerWriter, events: Events, scope: Scope, receive: Receive, send: Send

@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from anyio import CapacityLimiter, to_thread
 
+from mlx_parallm.core.grammar import NewGrammarError
 from mlx_parallm.core.machine import seconds_with_sleep
 from mlx_parallm.errors import InvalidRequestError, OverloadedError
 from mlx_parallm.grammar.trial import CHILDREN
@@ -379,7 +381,7 @@ class Workers:
 
     - small: work of a few milliseconds. Most requests need no other pool.
     - large: parsing, rendering, tokenising and writing of long texts, in two threads.
-    - grammars: requests whose grammar is compiled, with a limit for each client.
+    - grammars: requests whose grammar is new and is compiled, with a limit for each client.
 
     It also has the limits for large bodies: `arriving` bounds what is read; a request holds a place of
     `large_bodies` while its body, which has arrived, is parsed. Used on the event loop's thread only.
@@ -403,7 +405,15 @@ class Workers:
         """Runs `call` in a thread of the small or the large pool. `size`: the number of bytes that it works on."""
         return await to_thread.run_sync(call, limiter=self._small if size <= SMALL_BYTES else self._large)
 
-    async def compile(self, client: str, call: Callable[[], T]) -> T:
-        """Runs `call`, which compiles a grammar. Raises OverloadedError if the client waited too long for a place."""
-        async with self._grammars.hold(client):
-            return await to_thread.run_sync(call, limiter=self._compiling)
+    async def compile(self, client: str, size: int, call: Callable[[bool], T]) -> T:
+        """Runs `call(False)`, which needs a grammar and compiles none, and if that raises NewGrammarError `call(True)`,
+        which may. So a known grammar does not wait for those that are being compiled. `size`: see `run`.
+
+        Raises:
+            OverloadedError: the client waited too long for a place.
+        """
+        try:
+            return await self.run(size, partial(call, False))
+        except NewGrammarError:
+            async with self._grammars.hold(client):
+                return await to_thread.run_sync(call, True, limiter=self._compiling)

@@ -120,10 +120,10 @@ def bombs(monkeypatch):
     """`bombs.set()` lets the grammars end whose source has `bomb` in it; until then they take for ever."""
     ended, compile_grammar = threading.Event(), LLCompiler.compile
 
-    def slow(compiler, spec):
-        if "bomb" in spec.source:
+    def slow(compiler, spec, new=True):
+        if new and "bomb" in spec.source:
             assert ended.wait(60)
-        return compile_grammar(compiler, spec)
+        return compile_grammar(compiler, spec, new)
 
     monkeypatch.setattr(LLCompiler, "compile", slow)
     yield ended
@@ -141,6 +141,22 @@ async def test_grammars_of_one_client_keep_nobody_waiting(make_client, bombs):
             assert (await bomber.post(URL, json={"prompt": "x"})).status_code == 200
             assert (await other.post(URL, json={"prompt": "x"})).status_code == 200
             assert (await other.post(URL, json={"prompt": "x", "guided_regex": "fine"})).status_code == 200
+        bombs.set()
+        assert {answer.status_code for answer in await asyncio.gather(*held)} == {200}
+
+
+async def test_a_known_grammar_waits_for_none_that_is_compiled(make_client, bombs):
+    """Two clients hold all places."""
+    app, known = make_client().app, {"prompt": "x", "guided_regex": "fine"}
+    async with from_address(app, "10.0.0.1") as one, from_address(app, "10.0.0.2") as two:
+        assert (await one.post(URL, json=known)).status_code == 200
+        held = [
+            asyncio.create_task(each.post(URL, json={"prompt": "x", "guided_regex": "bomb" + str(i)}))
+            for i, each in enumerate((one, two))
+        ]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(PATIENCE_S):
+            assert (await one.post(URL, json=known)).status_code == 200
         bombs.set()
         assert {answer.status_code for answer in await asyncio.gather(*held)} == {200}
 

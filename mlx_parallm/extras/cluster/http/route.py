@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Literal, cast
 
 from fastapi import Depends, Header, Path
@@ -78,7 +79,8 @@ class EngineResponse(Response):
         spec = self._asked.grammar
         if spec is None:
             return None
-        return await self._services.workers.compile(client_of(scope), lambda: model.grammars.compile(spec))
+        compiled = partial(model.grammars.compile, spec)
+        return await self._services.workers.compile(client_of(scope), len(spec.source), compiled)
 
     async def _send(self, model: ServedModel, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
