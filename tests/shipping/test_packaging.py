@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -141,3 +142,32 @@ def test_what_a_package_says_of_its_licence(
     found = licences.licence(Distribution.at(folder))
     assert licences.allowed(found) == allowed
     assert text in (found, None)
+
+
+# -- releases ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            '{"dependencies": [{"name": "a", "version": "1", "vulns": [{"id": "PYSEC-1"}]}]}',
+            "known vulnerabilities:\na: PYSEC-1",
+        ),
+        (
+            '{"dependencies": [{"name": "a", "skip_reason": "not found"}]}',
+            "advisories of 1 of 1 packages could not be read",
+        ),
+        ("", "pip-audit gave no result; --unaudited makes a release without it"),
+    ],
+)
+def test_a_release_needs_a_good_audit(tmp_path: Path, found: str, message: str) -> None:
+    """With a stand-in for uvx, which says this of pip-audit."""
+    uvx = tmp_path / "uvx"
+    uvx.write_text(f"#!/bin/sh\ncat <<'EOF'\n{found}\nEOF\n")
+    uvx.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, str(ROOT / "scripts/release")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert message in done.stderr
