@@ -120,7 +120,6 @@ class HostCopies:
                 return False
             self._write(row, len(before), new)
             row.computed = new[-1].name.depth * BLOCK_TOKENS
-            row.node = before[-1] if before else None
             cache.freeze(row, root, ids)
         finally:
             cache.remove(row)

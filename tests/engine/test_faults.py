@@ -13,10 +13,13 @@ from tiny import tiny_model
 from mlx_parallm.core.requests import (
     Event,
     GenerationRequest,
+    Pooling,
     RequestFailed,
     RequestFinished,
     RequestStarted,
+    SamplingParams,
     SequenceOutput,
+    StopParams,
 )
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
@@ -68,6 +71,38 @@ def test_a_failed_decode_step_costs_its_rows_and_nobody_else(
     harness.answer("next", PROMPTS[2], 10)
     assert harness.tokens("next") == expected(harness, 2, 10)
     assert harness.loop.stats().failed_steps_total == 1
+
+
+def interrupted(harness: Harness, times: int) -> None:
+    """So many faults that are of no request, each after the first chunk of a prompt of three."""
+    for _ in range(times):
+        harness.step()
+        with harness.loop.surviving():
+            raise TypeError("injected")
+
+
+@pytest.mark.parametrize("pooling", [None, Pooling.MEAN, Pooling.LAST])
+def test_others_faults_may_interrupt_a_request_three_times_before_each_token_or_text(pooling: Pooling | None) -> None:
+    harness = make_harness(max_rows=1, max_batched_tokens=64, keep_prefixes=False)
+    prompts = [tuple(PROMPTS[i] * 7)[:150] for i in range(2)]
+    limits = StopParams(max_tokens=0 if pooling else 8)
+    for name in ("often", "too often"):
+        asked = prompts if pooling else prompts[:1]
+        harness.loop.submit(
+            GenerationRequest(name, tuple(asked), SamplingParams(temperature=0.0), limits, pooling=pooling)
+        )
+        for part in range(2):
+            harness.until(lambda name=name, part=part: len(harness.of(name)) == 1 + part)
+            interrupted(harness, 3)
+        if name == "too often":
+            interrupted(harness, 1)
+        harness.run()
+    finished, failed = harness.terminal("often"), harness.terminal("too often")
+    assert isinstance(finished, RequestFinished)
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, StepFailedError)
+    if not pooling:
+        assert harness.tokens("often") == solo(tiny_model("llama"), prompts[0], 8).tokens
 
 
 @pytest.mark.parametrize("steps", range(9))
