@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import mlx.core as mx
 import pytest
+from pool_walk import FULL
 from pools import MODELS, TEXT, cached, computed, found, pool, reserve
+
+from mlx_parallm.kv.cache import LoRABatchedKVCache
+from mlx_parallm.kv.device_memory import DeviceMemory
+from mlx_parallm.model.layer_state import KVLayout
 
 # ---- the budget ------------------------------------------------------------------------------------
 
@@ -76,6 +82,32 @@ def test_what_is_reserved_is_not_there_for_rows_beside_others(tags) -> None:
     reserve(cache, 0)
     assert cache.extend(first, 65)
     cache.check_integrity()
+
+
+def test_a_base_model_takes_cached_prefixes_of_another_one_but_no_rows(tags) -> None:
+    sharing: list[DeviceMemory] = []
+    first, second = (
+        LoRABatchedKVCache(KVLayout((FULL,), mx.float32), DeviceMemory(40, sharing), 10_000) for _ in range(2)
+    )
+    cached(second, TEXT[:1920])
+    kept = computed(second, TEXT[1000:1640], root=None)
+    assert (second.bytes_used, second.bytes_cached) == (10, 30)
+    row = first.open(15 * 64)
+    assert row is not None, "within an equal part, of which the other one has more"
+    assert (second.bytes_used, second.bytes_cached) == (10, 15)
+    assert first.extend(row, 30 * 64), "beyond that part"
+    assert (second.bytes_used, second.bytes_cached) == (10, 0)
+    assert not first.extend(row, 31 * 64)
+    assert kept in second.rows
+    second.close(kept)
+    assert first.extend(row, 40 * 64)
+    first.close(row)
+    assert second.open(64) is not None
+    reserve(first, 10)
+    assert second.open(30 * 64) is None, "the adapters of the other one stay too"
+    assert second.open(29 * 64) is not None
+    for cache in (first, second):
+        cache.check_integrity()
 
 
 # ---- a device without memory -----------------------------------------------------------------------
