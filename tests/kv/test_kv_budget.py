@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import mlx.core as mx
 import pytest
 from pool_walk import FULL
@@ -172,3 +174,54 @@ def test_cached_prefixes_give_way_when_the_device_refuses_to_grow(tags) -> None:
     assert cache.open(640) is not None
     assert cache.bytes_cached == 6
     cache.check_integrity()
+
+
+def test_a_row_without_memory_for_a_block_of_its_own_waits(tags) -> None:
+    """It went back to within a block that another row reads as well."""
+    cache = pool(100)
+    reader, writer = computed(cache, TEXT[:128]), computed(cache, TEXT[:128])
+    cache.truncate(writer, 100)
+    tags.refuse = 1.0
+    assert not cache.extend(writer, 101)
+    assert writer.tables == reader.tables
+    tags.refuse = 0.0
+    assert cache.extend(writer, 101)
+    assert writer.tables[0][0] == reader.tables[0][0]
+    assert writer.tables[0][1] != reader.tables[0][1]
+    cache.check_integrity()
+
+
+# ---- between two units -----------------------------------------------------------------------------
+
+
+def test_arenas_keep_some_room_for_the_next_rows_and_more_for_a_cache_that_grows(tags, monkeypatch) -> None:
+    monkeypatch.setattr("mlx_parallm.kv.memory._SPARE_BYTES_FOR_CACHE", 120)  # 60 blocks of two layers
+    cache = pool(2000, MODELS["full"], max_length=320 * 64)
+    blocks = cache.groups[0].allocator
+
+    def tidied(quiet: bool = False) -> int:
+        while cache.tidy(sys.maxsize, quiet):
+            pass
+        cache.check_integrity()
+        assert cache.groups[0].arena.blocks == blocks.total
+        return blocks.free
+
+    assert tidied() == 0, "nothing has run"
+    row = cache.open(320 * 64)
+    assert row is not None
+    assert tidied() == 20, "a sixteenth of what rows use"
+    cached(cache, TEXT[:1280])
+    assert tidied() == 20 + 20, "and as much again as is cached"
+    for start in range(1, 6):
+        cached(cache, TEXT[start : start + 1280], root=str(start))
+    assert cache.groups[0].spare_blocks() == 20 + 60, "or a number of bytes"
+    for start in range(6, 10):
+        cached(cache, TEXT[start : start + 1280], root=str(start))
+    assert cache.groups[0].spare_blocks() == 20 + 100, "or half of what is cached"
+    assert tidied(quiet=True) == 20, "no row has opened for a while"
+    cache.close(row)
+    assert tidied(quiet=True) > 0
+    assert blocks.cached == 200
+    cache.index.reset()
+    assert tidied() == 16, "the next row need not wait"
+    assert tidied(quiet=True) == 0
