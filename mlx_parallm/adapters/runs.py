@@ -195,8 +195,9 @@ def _lock(descriptor: int) -> None:
 def _signed(descriptor: int) -> str:
     """Writes this process's id into the lock file, and returns the run's, which is made if there is none yet."""
     run = _stored(descriptor)[0] or secrets.token_hex(4)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{run}\n{os.getpid()}\n".encode(), 0)
+    text = f"{run}\n{os.getpid()}\n".encode()
+    os.pwrite(descriptor, text, 0)  # over the same id, which a full disk or a kill cannot take away so
+    os.ftruncate(descriptor, len(text))
     os.fsync(descriptor)
     return run
 

@@ -261,6 +261,7 @@ class TrainingRun(ABC):
         await self._until_allowed()
         started, self.sampled, self.wanted = time.monotonic(), 0, 0
         filled = await self._fill(is_last=step == self.options.steps)
+        self.service.parts.journal.check()  # otherwise a full disk would let the run end with nothing learnt
         self._show_samples(filled.chosen)
         progress = {STEPS: step, TASKS: filled.tasks, **filled.state}
         report = await self._updated(progress, filled.chosen)

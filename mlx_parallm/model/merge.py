@@ -54,6 +54,7 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
         ConfigError: `output` exists.
         ModelNotFoundError, UnsupportedModelError: the base cannot be loaded, or cannot have a head of its own.
         AdapterFileError: the adapter cannot be read, or is not for this model.
+        OSError: it cannot be written.
     """
     base, layout = _base_for(output, model_path)
     weights = _read(adapter, layout)
@@ -65,7 +66,10 @@ def merge(model_path: str | None, adapter: Path, output: Path, *, dequantize: bo
         dequantize_layers(model)
         config = {key: value for key, value in config.items() if key not in _PACKINGS}
     with new_folder(output) as folder:
-        save_model(folder, model)
+        try:
+            save_model(folder, model)
+        except RuntimeError as error:  # of MLX's writer, which does not say why the disk refused
+            raise OSError(str(error)) from error
         save_config(config, folder / "config.json")
         base.tokenizer.save_pretrained(folder)
         if (base.source / GENERATION_CONFIG).is_file():

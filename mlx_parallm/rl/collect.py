@@ -150,7 +150,10 @@ class Collector:
         try:
             return await self._keep(trajectories)
         except StorageError as error:
-            self._count_lost(self._trained_by(_version(trajectories)), len(trajectories), DropReason.NOT_RECORDED)
+            adapter = self._trained_by(_version(trajectories))
+            self._count_lost(adapter, len(trajectories), DropReason.NOT_RECORDED)
+            if (loop := self._loops.get(adapter)) is not None:
+                loop.pause(str(error))
             return f"{error}: these trajectories will not be trained on."
 
     async def receive(self, trajectories: Sequence[Trajectory]) -> str:

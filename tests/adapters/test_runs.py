@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,24 @@ def test_each_run_has_a_folder_of_its_own_and_nothing_old_goes_on_unasked() -> N
     (third.path / "metrics.jsonl").write_text("{}")
     third.close()
     assert [folder.name for folder in ROOT.iterdir()] == [first.path.name], "a run without checkpoints leaves nothing"
+
+
+def test_a_full_disk_does_not_take_the_runs_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_run(tmp_path / "run", False, wanted=True)
+    assert first is not None
+    first.close()
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(ConfigError, match="No space left on device; give another --checkpoint-dir"):
+            open_run(tmp_path / "run", False, wanted=True)
+    again = open_run(tmp_path / "run", False, wanted=True)
+    assert again is not None
+    assert again.id == first.id
+    again.close()
 
 
 def test_the_newest_run_that_has_learnt_is_resumed_and_keeps_its_id() -> None:

@@ -25,6 +25,7 @@ from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
 from mlx_parallm.machine import processors
 from mlx_parallm.rl.runs.record import RunState, summarize
+from mlx_parallm.rl.runs.store import JournalFile
 
 pytestmark = pytest.mark.ci
 
@@ -262,6 +263,24 @@ def test_a_full_disk_at_the_end_is_an_error_and_leaves_nothing_half_written(
     with pytest.raises(StorageError, match="a checkpoint of default was not saved: No space left"):
         run(config(tmp_path, checkpointing__checkpoint_dir=kept), OPTIONS, View(then=full))
     assert list((kept / "default").iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_run_whose_journal_cannot_be_written_ends_with_the_reason(
+    tmp_path: Path, user, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user("regex")
+
+    def full(view: View) -> None:
+        def refuse(*_: object) -> None:
+            raise StorageError("the journal of the run cannot be written: database or disk is full")
+
+        monkeypatch.setattr(JournalFile, "commit", refuse)
+
+    view = View(then=full)
+    with pytest.raises(StorageError, match="disk is full"):
+        run(config(tmp_path, checkpointing__checkpoint_dir=tmp_path / "kept"), replace(OPTIONS, steps=9), view)
+    assert len(view.reports) == 1, "no step is made whose answers are not kept"
 
 
 @pytest.mark.timeout(120)

@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import lora
 import mlx.core as mx
@@ -272,3 +273,20 @@ def test_the_bundled_model_stays_as_it_is_packed(tmp_path):
     for name in ("self_attn.q_proj", "self_attn.v_proj"):
         old, new = (dict(m.layers[3].named_modules())[name].weight for m in (model, merged))
         assert mx.array_equal(old, new).item() == (name == "self_attn.q_proj")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
+def test_a_disk_that_refuses_the_model_is_told_as_one_and_leaves_nothing(tmp_path, monkeypatch):
+    """MLX's own writer raises RuntimeError."""
+    save_tiny("llama", tmp_path / "base")
+    make_adapter(tiny_model("llama"), tmp_path / "adapter")
+    real = merging.save_model
+
+    def full(folder, model):
+        (folder / "model.safetensors").symlink_to("/dev/full")
+        real(folder, model)
+
+    monkeypatch.setattr(merging, "save_model", full)
+    with pytest.raises(OSError, match="Unable to write"):
+        merge(str(tmp_path / "base"), tmp_path / "adapter", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]

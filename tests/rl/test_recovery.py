@@ -213,7 +213,9 @@ async def test_a_full_disk_refuses_feedback_and_updates_and_loses_nothing(tmp_pa
         ended = await one.finished(BASE_ADAPTER, None)
         assert "disk full: these trajectories will not be trained on" in ended.trajectory_warning
         assert one.service.status().drops == {"not_recorded": 2}
+        assert "disk full" in (one.service.status().pause_reason or ""), "nothing is sampled in vain"
         full[0] = False
+        await one.service.resume()
         for _ in range(2):
             await one.request()
         full[0] = True

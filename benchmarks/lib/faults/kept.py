@@ -10,7 +10,7 @@ from pathlib import Path
 
 from benchmarks.lib.durability import kills
 from mlx_parallm.adapters.checkpoints import CheckpointFolder, read_manifest, verify
-from mlx_parallm.adapters.runs import KeptVersions
+from mlx_parallm.adapters.runs import LOCK, KeptVersions
 from mlx_parallm.errors import ParaLLMError
 from mlx_parallm.rl.runs.record import read_record
 
@@ -32,11 +32,13 @@ def lost(run: Path, acknowledged: Acknowledged, torn: bool = False) -> list[str]
     logs may end amid a line."""
     try:
         missing, twice = kills.missing(run, acknowledged.journal)
-        read_record(run / "kept")
+        record = read_record(run / "kept")
         numbers = KeptVersions(run / "kept").of("tone").last
     except ParaLLMError as error:
         return [str(error)]
     found = [f"{missing} entries of the journal"] * (missing > 0) + [f"{twice} trained twice"] * (twice > 0)
+    if record is not None and not (run / "kept" / LOCK).read_text().startswith(record.id):
+        found.append("the run's id")
     if numbers < acknowledged.loaded:
         found.append(f"tone@{acknowledged.loaded}: the last number is {numbers}")
     found += _checkpoints(run / "kept" / "default", acknowledged.tags)

@@ -23,7 +23,7 @@ from benchmarks.lib.durability.processes import COMMON, free_port, small_model
 from benchmarks.lib.faults import kept
 from benchmarks.lib.faults.disk import Disk
 
-START_S = 60.0
+START_S, ANSWER_S = 180.0, 600.0
 STORAGE_FAILED = 507
 BY_REQUEST = ("--update-frequency", "100000", "--trajectory-buffer-size", "100000", "--max-staleness", "1000")
 OTHERS = ("--kv-cache-memory", "64MB", "--max-model-len", "2048", "--speculation", "off", "--access-log", "false")
@@ -61,7 +61,7 @@ class Server:
         command = [sys.executable, "-m", "mlx_parallm", "serve", *learning, *kept, *logs, *where, *OTHERS, *self._flags]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=START_S)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S)
         return self.process
 
     def wait_until_ready(self) -> bool:

@@ -79,7 +79,7 @@ class Journal:
         self._waiting: list[_Entry] = []
         self._unwritten: list[_Entry] = []  # kept ones, in order, that the disk has refused
         self._committing: asyncio.Task[None] | None = None
-        self._failed = False  # the last commit has
+        self._failure: StorageError | None = None  # of the last commit
         self._closed = False
         self._idle: asyncio.TimerHandle | None = None
 
@@ -127,6 +127,11 @@ class Journal:
         if self._compacting is not None:
             await self._compacting
         await self._write(lambda: statements)
+
+    def check(self) -> None:
+        """Raises StorageError if the last entries could not be written."""
+        if self._failure is not None:
+            raise self._failure
 
     async def flush(self) -> None:
         """Returns when everything is on the disk.
@@ -254,11 +259,11 @@ class Journal:
         if self._committing is None and not self._closed:
             self._worker.submit(file.move_into_place)
 
-    def _tell(self, error: Exception | None) -> None:
+    def _tell(self, error: StorageError | None) -> None:
         """Logs the first failure of several."""
-        if error is not None and not self._failed:
+        if error is not None and self._failure is None:
             _log.error("%s; it is tried again with the next entry", error)
-        self._failed = error is not None
+        self._failure = error
 
 
 def _commit(file: JournalFile, entries: Sequence[_Entry]) -> tuple[StorageError | None, Mapping[_Entry, StorageError]]:
