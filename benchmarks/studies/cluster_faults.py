@@ -34,7 +34,7 @@ from rich.table import Table
 
 from benchmarks.lib import machine, report
 from benchmarks.lib.cluster.crew import READY_S, Crew, crew, until
-from benchmarks.lib.cluster.faults import Fault, Seen, all_faults, as_record, suffer
+from benchmarks.lib.cluster.faults import Fault, all_faults, as_record, suffer
 from benchmarks.lib.cluster.nodes import small_model
 from benchmarks.lib.cluster.traffic import Traffic
 from benchmarks.lib.figures import Figure, errors, percentile, reported
@@ -76,7 +76,6 @@ async def _measured(
     model = await asyncio.to_thread(small_model, folder / "model")
     ends = time.monotonic() + 60 * arguments.minutes
     dice = random.Random(f"{arguments.seed} {len(record['cases'])}")
-    cases: list[Seen] = []
     async with crew(model, folder, disk or folder) as running:
         traffic = Traffic(running, arguments.seed)
         async with traffic.running():
@@ -87,29 +86,28 @@ async def _measured(
                 if time.monotonic() > ends:
                     break
                 seen = await suffer(running, traffic, fault, number, dice)
-                cases.append(seen)
+                record["cases"].append(as_record(seen))
+                _write(arguments.out, record)
                 print(f"{fault.name} {number}: recovered {seen.recovered}, {seen.failed} {seen.problem}", flush=True)
                 if seen.problem:
                     _show_logs(folder)
                     break
-        await _account(running, traffic, cases)
-    record["cases"] += [as_record(seen) for seen in cases]
-    _write(arguments.out, record)
+        record["cases"][-1] |= await _accounted(running, traffic)
 
 
 async def _has_learnt(running: Crew) -> bool:
     return bool(await running.live())
 
 
-async def _account(running: Crew, traffic: Traffic, cases: list[Seen]) -> None:
-    """Counts the acknowledged answers that the trainer does not get, and those that are in two updates."""
+async def _accounted(running: Crew, traffic: Traffic) -> dict[str, int]:
+    """How many acknowledged answers the trainer does not get, and how many are in two updates."""
     try:
         await until(partial(_arrived, running, traffic), LEARNT_S)
     except TimeoutError:
         print("not all that was acknowledged has come to the trainer", file=sys.stderr)
     waiting, trained = _journal(running)
-    cases[-1].lost = len(set(traffic.acknowledged) - waiting)
-    cases[-1].twice = sum(times > 1 for times in trained.values())
+    twice = sum(times > 1 for times in trained.values())
+    return {"lost": len(set(traffic.acknowledged) - waiting), "twice": twice}
 
 
 async def _arrived(running: Crew, traffic: Traffic) -> bool:

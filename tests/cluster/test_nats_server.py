@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -149,6 +150,25 @@ def fill(file):
     with open(file, "wb", buffering=0) as opened, suppress(OSError):
         while True:
             opened.write(bytes(4096))
+
+
+async def test_a_head_that_is_started_again_waits_for_the_port_of_the_server_before_it(tmp_path):
+    async with nats_server(tmp_path, "127.0.0.1") as server:
+        first = server.listening
+    lingering = socket.create_server(("127.0.0.1", first.port))
+    asyncio.get_running_loop().call_later(0.5, lingering.close)
+    async with nats_server(tmp_path, "127.0.0.1") as server:
+        assert server.listening == first
+
+
+async def test_a_port_that_another_program_keeps_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.extras.cluster.nats_server._PORT_S", 0.3)
+    async with nats_server(tmp_path, "127.0.0.1") as server:
+        first = server.listening
+    with socket.create_server(("127.0.0.1", first.port)):
+        async with nats_server(tmp_path, "127.0.0.1") as server:
+            assert server.listening.port != first.port
+            assert server.listening.token == first.token
 
 
 async def test_a_wrong_token_is_refused(tmp_path):

@@ -57,6 +57,8 @@ class Seen:
             counted from when it answers.
         published: from then until they serve a newer one.
         descriptors: of the head and the second replica, at the end. `resident`: their memory, in MB.
+        lost, twice: acknowledged answers that the trainer did not get, and those in two updates, of all faults in one
+            life of the cluster. The last one has them.
     """
 
     fault: str

