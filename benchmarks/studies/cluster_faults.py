@@ -89,8 +89,9 @@ async def _measured(
                 record["cases"].append(as_record(seen))
                 _write(arguments.out, record)
                 print(f"{fault.name} {number}: recovered {seen.recovered}, {seen.failed} {seen.problem}", flush=True)
-                if seen.problem:
+                if seen.problem or seen.broken:
                     _show_logs(folder)
+                if seen.problem:
                     break
         record["cases"][-1] |= await _accounted(running, traffic)
 
@@ -100,14 +101,15 @@ async def _has_learnt(running: Crew) -> bool:
 
 
 async def _accounted(running: Crew, traffic: Traffic) -> dict[str, int]:
-    """How many acknowledged answers the trainer does not get, and how many are in two updates."""
+    """How many acknowledged answers the trainer does not get, how many are in two updates, and `Traffic.pairs`."""
     try:
         await until(partial(_arrived, running, traffic), LEARNT_S)
     except TimeoutError:
         print("not all that was acknowledged has come to the trainer", file=sys.stderr)
     waiting, trained = _journal(running)
     twice = sum(times > 1 for times in trained.values())
-    return {"lost": len(set(traffic.acknowledged) - waiting), "twice": twice}
+    pairs, alike = traffic.pairs()
+    return {"lost": len(set(traffic.acknowledged) - waiting), "twice": twice, "pairs": pairs, "alike": alike}
 
 
 async def _arrived(running: Crew, traffic: Traffic) -> bool:
@@ -141,6 +143,9 @@ def _figures(cases: list[dict[str, Any]]) -> Iterator[Figure]:
     yield errors("requests that hung", sum(case["hung"] for case in cases))
     yield errors("requests that a fault failed and must not", sum(case["broken"] for case in cases))
     yield errors("answers that were not of the version that they name", sum(case["wrong"] for case in cases))
+    if pairs := sum(case["pairs"] for case in cases):
+        alike = 100 * sum(case["alike"] for case in cases) / pairs
+        yield Figure("versions in succession that this cannot tell apart", "%", *reported([alike]))
     yield errors("acknowledged answers that the trainer did not get", sum(case["lost"] for case in cases))
     yield errors("answers in two updates", sum(case["twice"] for case in cases))
     yield errors("faults after which the cluster was not whole again", sum(bool(case["problem"]) for case in cases))

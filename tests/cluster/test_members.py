@@ -95,6 +95,26 @@ def test_what_another_version_of_the_package_wrote_is_left_out(members):
     assert members.present() == ()
 
 
+@pytest.mark.parametrize(("connected", "removed"), [(True, [NODE.id]), (False, [])])
+async def test_a_node_that_leaves_because_nats_is_away_keeps_its_entry_and_its_requests(connected, removed):
+    """Else NATS, when it is back, would have the head cut all that the node still answers."""
+    deleted, renewed = [], asyncio.Event()
+
+    async def put(*_):
+        renewed.set()
+
+    async def delete(node):
+        deleted.append(node)
+
+    bucket = SimpleNamespace(put=put, delete=delete)
+    lease = asyncio.create_task(Lease(SimpleNamespace(connected=connected, nodes=bucket), lambda: NODE).run())
+    await renewed.wait()
+    lease.cancel()
+    with suppress(asyncio.CancelledError):
+        await lease
+    assert deleted == removed
+
+
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_lease_is_seen_by_others_and_given_back(connection):
     said = [NODE]

@@ -59,6 +59,7 @@ class Seen:
         descriptors: of the head and the second replica, at the end. `resident`: their memory, in MB.
         lost, twice: acknowledged answers that the trainer did not get, and those in two updates, of all faults in one
             life of the cluster. The last one has them.
+        pairs, alike: see `Traffic.pairs`; the last one has these too.
     """
 
     fault: str
@@ -78,6 +79,8 @@ class Seen:
     acknowledged: int = 0
     lost: int = 0
     twice: int = 0
+    pairs: int = 0
+    alike: int = 0
 
 
 async def suffer(crew: Crew, traffic: Traffic, fault: Fault, number: int, dice: random.Random) -> Seen:

@@ -148,12 +148,32 @@ class Traffic:
     def _check(self, answer: Answer, prompt: str) -> None:
         """Compares an answer with the first one of its version. They may part where two tokens are equally likely."""
         first = self._known.setdefault((answer.version, prompt), answer)
-        for mine, its, token, other in zip(answer.logprobs, first.logprobs, answer.tokens, first.tokens, strict=False):
-            if abs(mine - its) > _SAME:
-                self.wrong += 1
-                return
-            if token != other:
-                return
+        self.wrong += not _agree(answer, first)
+
+    def pairs(self) -> tuple[int, int]:
+        """How often two versions in succession have answered the same prompt, and how often they cannot be told apart,
+        so that `wrong` would not show one in the place of the other."""
+        answers = {
+            (prompt, int(version.rpartition("@")[2])): answer
+            for (version, prompt), answer in self._known.items()
+            if version
+        }
+        found = [
+            _agree(answer, answers[prompt, number - 1])
+            for (prompt, number), answer in answers.items()
+            if (prompt, number - 1) in answers
+        ]
+        return len(found), sum(found)
+
+
+def _agree(one: Answer, other: Answer) -> bool:
+    """Whether two answers may be of one version. They may part where two tokens are equally likely."""
+    for mine, its, token, theirs in zip(one.logprobs, other.logprobs, one.tokens, other.tokens, strict=False):
+        if abs(mine - its) > _SAME:
+            return False
+        if token != theirs:
+            break
+    return True
 
 
 def _take(answer: Answer, body: dict[str, Any]) -> None:

@@ -49,7 +49,8 @@ class Lease:
         self._changed.set()
 
     async def run(self) -> None:
-        """Renews the entry until it is cancelled, then removes it, so that the others need not wait."""
+        """Renews the entry until it is cancelled, then removes it, so that the others need not wait. A node that leaves
+        because it has lost NATS comes back with the requests that it has: its entry stays."""
         try:
             while True:
                 self._changed.clear()
@@ -57,8 +58,9 @@ class Lease:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), RENEWAL_S)
         finally:
-            with suppress(NatsError, TimeoutError):  # then the entry expires by itself
-                await asyncio.wait_for(self._connection.nodes.delete(self._describe().id), RENEWAL_S)
+            if self._connection.connected:
+                with suppress(NatsError, TimeoutError):  # then the entry expires by itself
+                    await asyncio.wait_for(self._connection.nodes.delete(self._describe().id), RENEWAL_S)
 
     async def _renew(self) -> None:
         info = self._describe()
