@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from pool_walk import PoolWalk, install
-from pools import MODELS, TEXT, WITH_STATES, computed, found, pool
+from pools import MODELS, TEXT, WITH_STATES, cached, computed, found, pool
 
 from mlx_parallm.kv.arena import Arena, lines_of
 from mlx_parallm.kv.blocks import FREED
@@ -121,6 +121,34 @@ def test_a_row_cannot_go_back_to_where_its_window_is_gone(tags) -> None:
     cache.check_integrity()
 
 
+def test_what_is_found_is_counted_for_rows_that_open_and_ask_for_it(tags) -> None:
+    cache = pool(30)
+    cached(cache, TEXT[:640])
+    assert (cache.queries, cache.hits) == (640, 0)
+    assert cache.cached("v1", TEXT[:700]) == 640
+    row = cache.open(700, "v1", TEXT[:700])
+    assert row is not None
+    assert (cache.queries, cache.hits) == (1340, 640)
+    assert cache.open(700, "v1", TEXT[:700], counts=False) is not None
+    assert cache.open(2000, "v1", TEXT[:2000]) is None, "there is no room for it"
+    assert cache.open(64) is not None
+    assert (cache.queries, cache.hits) == (1340, 640)
+    without = pool(40, keep_prefixes=False)
+    cached(without, TEXT[:640])
+    assert without.cached("v1", TEXT[:700]) == 0
+    assert found(without, TEXT[:700]) == 0
+    assert (without.queries, without.hits) == (0, 0)
+
+
+def test_a_fork_is_no_longer_than_the_limit(tags) -> None:
+    cache = pool(100, max_length=640)
+    row = computed(cache, TEXT[:100])
+    with pytest.raises(ValueError, match="640"):
+        cache.fork(row, 100, 641)
+    assert cache.fork(row, 100, 640) is not None
+    cache.check_integrity()
+
+
 # ---- real arrays -----------------------------------------------------------------------------------
 
 SPECS = (LayerSpec(2, 4, 3), LayerSpec(1, 2, 2, window=100), LayerSpec(2, 4, 3))
@@ -165,6 +193,19 @@ def test_growing_forking_and_moving_keep_the_numbers_of_real_arrays() -> None:
     assert content(cache, rows[-1])[2] == {193.0}
     assert cache.longest_row == 4096
     cache.check_integrity()
+
+
+def test_tokens_that_wait_are_written_before_their_block_goes() -> None:
+    """MLX would write them beyond the end of an array that has fewer blocks by then."""
+    arena = Arena([LayerSpec(1, 2, 2)], mx.float32)
+    arena.resize(3)
+    for block_id in (0, 2):
+        arena.write_later(
+            0, lines_of(np.array([block_id]), np.array([7]), 1), mx.ones((1, 1, 1, 2)), mx.ones((1, 1, 1, 2))
+        )
+    arena.resize(1)
+    assert not arena.pending_arrays()
+    assert [int(array.sum()) for array in arena.arrays()] == [2, 2]
 
 
 def test_an_arena_that_fails_to_grow_gives_back_the_layers_that_have_grown(monkeypatch: pytest.MonkeyPatch) -> None:
