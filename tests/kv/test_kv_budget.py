@@ -7,7 +7,7 @@ import sys
 import mlx.core as mx
 import pytest
 from pool_walk import FULL
-from pools import MODELS, TEXT, cached, computed, found, pool, reserve
+from pools import MODELS, TEXT, WITH_STATES, cached, computed, found, pool, reserve
 
 from mlx_parallm.kv.cache import LoRABatchedKVCache
 from mlx_parallm.kv.device_memory import DeviceMemory
@@ -188,6 +188,22 @@ def test_a_row_without_memory_for_a_block_of_its_own_waits(tags) -> None:
     assert cache.extend(writer, 101)
     assert writer.tables[0][0] == reader.tables[0][0]
     assert writer.tables[0][1] != reader.tables[0][1]
+    cache.check_integrity()
+
+
+def test_a_row_gives_up_its_cached_prefix_if_it_fits_only_without_the_state_at_its_end(tags) -> None:
+    cache = pool(2, WITH_STATES["recurrent"])  # room for two blocks and two states, or three blocks and one
+    row = cache.open(128)
+    assert row is not None
+    cache.reserve_checkpoint(row, 64)
+    for length in (64, 128):
+        row.computed = length
+        cache.freeze(row, "v1", TEXT[:128])
+    cache.close(row, "v1", TEXT[:128])
+    assert found(cache, TEXT[:128]) == 64
+    row = cache.open(192, "v1", TEXT[:192])
+    assert row is not None
+    assert row.computed == 0
     cache.check_integrity()
 
 
