@@ -96,24 +96,6 @@ def test_no_other_request_waits_for_a_slow_disk(client: Client) -> None:
     assert max(gaps) < 2
 
 
-def test_a_clock_that_jumps_changes_no_order_and_ends_nothing(client: Client) -> None:
-    http, before = client.server.http, client.refused
-    stored = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 2}).json()["id"]
-    for seconds in (86400.0, -86400.0, YEAR, -56 * YEAR):
-        client.server.disk.shift_clock(seconds)
-        created = http.post("/v1/completions", json=COMPLETION).json()["created"]
-        assert abs(created - time.time() - seconds) < 60
-        client.round()
-        client.round()
-        assert http.get(f"/v1/responses/{stored}").status_code == 200
-    assert client.refused == before
-    cards = http.get("/v1/checkpoints").json()["data"]
-    steps = [card["step"] for card in cards if card["lora_adapter"].startswith("default@")]
-    assert steps == sorted(steps), "they are in the order in which they were saved"
-    assert "latest" in cards[-1]["tags"]
-    assert not restarted(client)
-
-
 def test_without_free_descriptors_connected_clients_are_answered(client: Client) -> None:
     import resource
 
@@ -140,5 +122,19 @@ def test_without_free_descriptors_connected_clients_are_answered(client: Client)
         assert new.get("/health").status_code == 200
 
 
-def test_after_all_this_nothing_is_lost(client: Client) -> None:
-    assert not restarted(client)
+def test_a_clock_that_jumps_changes_no_order_and_ends_nothing(client: Client) -> None:
+    http, before = client.server.http, client.refused
+    stored = http.post("/v1/responses", json={"input": "a", "max_output_tokens": 2}).json()["id"]
+    for seconds in (86400.0, -86400.0, YEAR, -56 * YEAR):
+        client.server.disk.shift_clock(seconds)
+        created = http.post("/v1/completions", json=COMPLETION).json()["created"]
+        assert abs(created - time.time() - seconds) < 60
+        client.round()
+        client.round()
+        assert http.get(f"/v1/responses/{stored}").status_code == 200
+    assert client.refused == before
+    cards = http.get("/v1/checkpoints").json()["data"]
+    steps = [card["step"] for card in cards if card["lora_adapter"].startswith("default@")]
+    assert steps == sorted(steps), "they are in the order in which they were saved"
+    assert "latest" in cards[-1]["tags"]
+    assert not restarted(client), "nothing is lost after all this"

@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.app.build import Served
+from mlx_parallm.atomic import reason_of
 from mlx_parallm.config import CheckpointingConfig, Config
 from mlx_parallm.core.adapters import BASE_ADAPTER, BEST, INCUMBENT, AdapterRef
 from mlx_parallm.core.engine import EngineClient
@@ -202,7 +203,8 @@ class Forgetting:
                     await self._note(intents)
                 except Exception as error:  # noqa: BLE001 - whatever it is, the card says it, and it is tried again
                     _log.exception("%s of %s was not forgotten", intent.spec, name)
-                    failed[name] = str(error) or type(error).__name__
+                    reason = reason_of(error) if isinstance(error, OSError) else str(error)  # without a path
+                    failed[name] = reason or type(error).__name__
             with suppress(StorageError):  # only names and ids are left in the WAL, until the next commits
                 await self._training.parts.journal.read(JournalFile.clean)
             state: Literal["failed", "held", "done"] = "failed" if failed else "held" if held else "done"

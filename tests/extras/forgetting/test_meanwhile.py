@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
@@ -69,7 +70,7 @@ async def test_what_has_failed_is_tried_again_with_the_next(tmp_path: Path, monk
     log = tmp_path / "log.jsonl"
 
     async def broken(*_: object) -> None:
-        raise PermissionError("the log cannot be written")
+        raise PermissionError(errno.EACCES, "Permission denied", str(log))
 
     async with run(tmp_path, **RARELY, rl_training__trajectory_log=log) as served:
         await teach(served, range(2))
@@ -79,7 +80,7 @@ async def test_what_has_failed_is_tried_again_with_the_next(tmp_path: Path, monk
             await forgetting.begin(ForgetSpec(key="bob"))
             async with asyncio.timeout(60):
                 card = await ended(forgetting)
-        assert (card.state, card.reason) == ("failed", "default: the log cannot be written")
+        assert (card.state, card.reason) == ("failed", "default: Permission denied; let this user write there")
         assert b"bob" in log.read_bytes()
         await forgetting.begin(ForgetSpec(key="bob"))
         assert (await ended(forgetting)).state == "done"
