@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import time
 
 import pytest
 from tool_families import ASKED, ENDINGS, FAMILIES, OTHER_TEXTS, TEXTS, TOOLS
@@ -248,3 +249,34 @@ def test_an_object_that_is_no_call_is_text(text):
 def test_a_call_in_another_form_of_its_family(name, beginning):
     text = beginning + json.dumps(ASKED[1], ensure_ascii=False) + ENDINGS.get(name, "")
     assert every_way(text, **tools(FAMILIES[name])) == ("", "", [ASKED])
+
+
+@pytest.mark.parametrize("name", ["json_tools", "kimi_k2", "mistral", "openai"])
+def test_arguments_that_are_nested_too_deeply_are_no_call(name):
+    before, after = TEXTS[name].split(json.dumps(ASKED[1], ensure_ascii=False))
+    text = before + '{"city": ' * 3000 + after
+    assert split([text], **tools(FAMILIES[name])) == ("", text, [])
+
+
+LONG, MOST_S = 60_000, 2.0
+"""Characters, and processor time. All other requests wait while a text is read."""
+
+
+@pytest.mark.parametrize("name", ["glm47", "longcat", "muse_spark", "minimax_m2", "deepseek_v4"])
+def test_arguments_that_are_never_closed_take_no_time(name):
+    """Reading them must not take the square of their length, which is seconds, or its cube, which is minutes."""
+    opened, _, rest = TEXTS[name].partition("São Paulo")
+    again = re.sub("</[^>]*(value|parameter)>", "", rest[: rest.index("3")])
+    text, began = opened + again * (LONG // len(again)), time.process_time()
+    for cut in (False, True):
+        parts_of([text], cut, **tools(FAMILIES[name]))
+    assert time.process_time() - began < MOST_S
+
+
+@pytest.mark.parametrize("name", ["json_tools", "glm47", "pythonic", "kimi_k2", "deepseek_v31", "deepseek_v4"])
+def test_a_long_run_of_white_space_takes_no_time(name):
+    text, began = TEXTS[name], time.process_time()
+    for at in range(len(text) // 2, len(text), len(text) // 6):
+        for cut in (False, True):
+            parts_of([text[:at] + " " * LONG + ("" if cut else text[at:])], cut, **tools(FAMILIES[name]))
+    assert time.process_time() - began < MOST_S

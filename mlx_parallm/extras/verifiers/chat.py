@@ -80,7 +80,7 @@ async def _result(function: Mapping[str, str], dispatch: Any, connections: Any) 
     name = function["name"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"error: the arguments are not JSON ({error})"
     if name not in dispatch or not isinstance(arguments, dict):
         return f"error: there is no tool {name}" if name not in dispatch else "error: the arguments are not an object"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlx_parallm.core.text import JsonPosition, RepairedCalls, Tool, ToolCall, UnwritableToolError
 from mlx_parallm.model.tools.grammar import CallSyntax, call_grammar, parameters_of, properties_of, value_types
-from mlx_parallm.model.tools.reading import EnforcedCalls, cut_off_calls, whole_calls, written
+from mlx_parallm.model.tools.reading import EnforcedCalls, cut_off_calls, is_left_open, whole_calls, written
 from mlx_parallm.model.tools.repair import may_begin_call, plain_json, repaired_calls
 from mlx_parallm.model.tools.thinking import named
 
@@ -84,6 +85,8 @@ class ToolFormat:
         Raises:
             ValueError: there is no call, or it is malformed, or calls a tool that is not in `tools`.
         """
+        if self.syntax is not None and is_left_open(self.syntax, text):
+            raise ValueError("its arguments are not closed")
         if self.parser is None:
             assert self.syntax is not None, "calls of a family without a syntax are read by a parser"
             parsed: Any = whole_calls(self.syntax, text)
@@ -92,7 +95,10 @@ class ToolFormat:
                 parsed = self.parser(text, [_parser_tool(tool) for tool in tools])
             except Exception as error:  # the parser reads whatever the model wrote, and may fail in any way
                 raise ValueError("no call can be read") from error
-        calls = tuple(_tool_call(call) for call in (parsed if isinstance(parsed, list) else [parsed]))
+        try:
+            calls = tuple(_tool_call(call) for call in (parsed if isinstance(parsed, list) else [parsed]))
+        except RecursionError as error:
+            raise ValueError("its arguments are nested too deeply") from error
         known = {tool["function"]["name"] for tool in tools}
         if not calls or any(call.name not in known for call in calls):
             raise ValueError("it calls an unknown tool")
@@ -119,7 +125,9 @@ class ToolFormat:
     def repaired(self, text: str, tools: Sequence[Tool]) -> RepairedCalls | None:
         """The calls of a text that is not valid in the family's form, if it can only mean these calls, and nothing
         else is in it."""
-        return repaired_calls(text, tools, _all_formats())
+        with suppress(RecursionError):  # arguments that are nested too deeply are no call
+            return repaired_calls(text, tools, _all_formats())
+        return None
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """The text of calls, each with a name and arguments, as the model writes them."""

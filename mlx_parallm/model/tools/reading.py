@@ -19,8 +19,12 @@ from mlx_parallm.core.text import CallPiece, JsonPosition, Tool, ToolCall, overl
 from mlx_parallm.model.tools.grammar import CallSyntax, parameters_of, properties_of, value_types
 
 _DECODER = json.JSONDecoder()
-_STANDS_FOR = {"$name": r"(?P<name>[\w.-]*)", "$index": r"\d+", "$key": r"(?P<key>[^\"]+)"}
+_STANDS_FOR = {"$name": r"(?P<name>[\w.-]*)", "$index": r"\d+", "$key": r"(?P<key>[^\"]{1,256})"}
+_SPACE = r"\s*+"
+"""Possessive: a run of white space is read once, although two patterns may meet in it."""
 _MAX_TRIES = 8
+_MOST_OPEN_TAGS = 24
+"""Tags of arguments before the next one that ends an argument. A value may quote some."""
 
 
 # -- whole calls ---------------------------------------------------------------------------------
@@ -83,12 +87,34 @@ def _pattern(fixed: str) -> re.Pattern[str]:
     return re.compile("".join(_STANDS_FOR.get(part) or _spaced(part) for part in parts))
 
 
+@cache
+def _searched(fixed: str) -> re.Pattern[str]:
+    """As `_pattern`, to be searched for: no search begins at each character of a run of white space."""
+    return re.compile(_pattern(fixed).pattern.removeprefix(_SPACE))
+
+
 def _spaced(text: str) -> str:
-    return r"\s*" + "".join(re.escape(char) + r"\s*" for char in _without_spaces(text)) if text else ""
+    return _SPACE + "".join(re.escape(char) + _SPACE for char in _without_spaces(text)) if text else ""
 
 
 def _without_spaces(text: str) -> str:
     return "".join(text.split())
+
+
+def is_left_open(syntax: CallSyntax, text: str) -> bool:
+    """Whether one argument after another begins in a text and none ends. The regular expressions of some parsers take
+    the square or the cube of such a text's length, and all other requests wait meanwhile."""
+    return any(_is_left_open(form.argument, text) for form in (syntax, *syntax.native) if form.argument)
+
+
+def _is_left_open(argument: tuple[str, str], text: str) -> bool:
+    tags = re.findall(r"</?[\w:]+", "".join(argument))
+    open_tags = 0
+    for tag in re.findall("|".join(map(re.escape, tags)), text) if tags else ():
+        open_tags = 0 if tag == tags[-1] else open_tags + 1
+        if open_tags > _MOST_OPEN_TAGS:
+            return True
+    return False
 
 
 # -- writing -------------------------------------------------------------------------------------
@@ -227,7 +253,7 @@ def _match_next(syntax: CallSyntax, text: str, start: int, names: frozenset[str]
     """The prefix and name of one more call, after `start`."""
     if syntax.between is None:
         return None
-    match = _pattern(syntax.between + syntax.prefix + "$name").search(text, start)
+    match = _searched(syntax.between + syntax.prefix + "$name").search(text, start)
     return match if match is not None and match.end() < len(text) and match.group("name") in names else None
 
 
