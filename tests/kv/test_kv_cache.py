@@ -195,6 +195,17 @@ def test_growing_forking_and_moving_keep_the_numbers_of_real_arrays() -> None:
     cache.check_integrity()
 
 
+def test_the_bytes_of_an_arena_are_those_of_its_arrays_while_it_grows() -> None:
+    arena = Arena([LayerSpec(1, 2, 2), LayerSpec(1, 2, 2)], mx.float32)
+    arena.resize(2)
+    assert arena.array_bytes == 2 * arena.block_bytes
+    assert not arena.resize(4, most_bytes=1), "one layer has grown"
+    assert (arena.blocks, arena.array_bytes) == (2, 3 * arena.block_bytes)
+    without_layers = Arena([], mx.float32)
+    without_layers.resize(3)
+    assert without_layers.array_bytes == 3 * without_layers.block_bytes > 0
+
+
 def test_tokens_that_wait_are_written_before_their_block_goes() -> None:
     """MLX would write them beyond the end of an array that has fewer blocks by then."""
     arena = Arena([LayerSpec(1, 2, 2)], mx.float32)
