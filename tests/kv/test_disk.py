@@ -336,6 +336,8 @@ def test_a_state_comes_back_as_it_was_without_the_rows_beside_it() -> None:
         arena.resize(4)
     one.write([2, 0, 3], StateBatch(3, batch))
     other.from_host(1, one.to_host(0))
+    assert len(one.batches([2, 0, None, 1])) == 1, "the last block holds nothing"
+    assert other.batches([1]) == [], "its row is alone"
     got = other.read([1])
     assert got is not None
     for (arrays, wanted), spec in zip(zip(got.layers, batch, strict=True), specs, strict=True):
