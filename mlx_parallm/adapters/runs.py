@@ -118,7 +118,12 @@ def open_run(named: Path | None, resume: bool, wanted: bool) -> Run | None:
         return _locked(runs[-1], own=False)
     if not wanted:
         return None
-    return _locked(ROOT / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}", own=True)
+    return _locked(new_run(), own=True)
+
+
+def new_run() -> Path:
+    """A folder for a run that has none, which does not exist yet."""
+    return ROOT / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def is_run(folder: Path) -> bool:

@@ -328,15 +328,21 @@ class AdapterService:
                 await self._keep_live(adapter)
         return self._card(loaded)
 
-    async def _keep_live(self, adapter: str) -> None:
+    async def keep_live(self, adapter: str) -> None:
+        """Has a restart serve the live version of an adapter, which training continues from, wherever it was loaded
+        from. An error is only logged."""
+        async with self._publishing:
+            await self._keep_live(adapter, wherever=True)
+
+    async def _keep_live(self, adapter: str, wherever: bool = False) -> None:
         """Has a restart serve the version that a load or a rollback has made live, and keep the one before it. An error
-        is only logged, because the version is live."""
+        is only logged, because the version is live. `wherever`: also if the restart would find no version."""
         found, kept = self._library.found_by_start(adapter, self._registry.versions()), self._library.kept
         live = [version for version in self._registry.last_live(adapter) if self._available(version)]
         numbers = [version.ref.version for version in live]
-        if found is None or not live:
+        if not live or (found is None and not wherever):
             return
-        if not kept and numbers[-1] != found:
+        if not kept and found not in (None, numbers[-1]):
             warning = (
                 "%s is live until the server ends: a restart serves %s@%d. With --checkpoint-dir, what is live is kept"
             )

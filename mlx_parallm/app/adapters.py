@@ -118,9 +118,10 @@ def _add(library: AdapterLibrary, registry: AdapterRegistry, name: str, file: Ad
 def _make_live_again(library: AdapterLibrary, registry: AdapterRegistry, name: str, before: LoadedVersions) -> None:
     """Makes the version live that was live when the server ended, unless there is something newer to serve by now."""
     found = registry.live(name)
-    if found is None or found.ref.version not in (before.found, *before.live[-1:]):
+    number = None if found is None else found.ref.version
+    if not before.live or number not in (before.found, before.live[-1]):
         return
-    if found.ref.version != before.live[-1] and library.newest_save(name) != before.saved:  # training went on from it
+    if number != before.live[-1] and library.newest_save(name) != before.saved:  # training went on from it
         return
     versions: list[Version] = []
     for ref in (AdapterRef(name, number) for number in before.live):
@@ -130,7 +131,7 @@ def _make_live_again(library: AdapterLibrary, registry: AdapterRegistry, name: s
             _log.warning("%s was live before the restart, and cannot be served: %s", ref, error)
     if versions and versions[-1].ref.version == before.live[-1]:
         registry.set_history(versions)
-        if versions[-1] is not found:
+        if found is not None and versions[-1] is not found:
             place = "latest checkpoint" if found.info.checkpoint else "folder"
             _log.info("%s: live %s, as before the restart; its %s has %s", name, versions[-1].ref, place, found.ref)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -292,3 +293,16 @@ async def test_a_folder_adapter_is_deleted_with_its_folder_on_a_server_that_only
     assert not (folder / "adapters" / "tone").exists()
     async with serving(folder) as client:
         assert [card["id"] for card in (await client.get("/v1/adapters")).json()["data"]] == ["other@1"]
+
+
+async def test_training_continues_from_an_adapter_from_anywhere_though_its_folder_is_gone(folder: Path) -> None:
+    write(folder, 7, "elsewhere/own")
+    anywhere = {"adapters__allowed_adapter_roots": (folder / "elsewhere",)}
+    async with serving(folder, trains=True, **anywhere) as client:
+        await load(client, folder / "elsewhere" / "own", "own")
+        await post(client, "/v1/training/start", lora_adapter="own")
+        before = await said(client, "own")
+    shutil.rmtree(folder / "elsewhere" / "own")
+    async with serving(folder, trains=True, **anywhere) as client:
+        assert await said(client, "own") == before
+        assert "own" in [each["lora_adapter"] for each in (await client.get("/debug/training")).json()["adapters"]]

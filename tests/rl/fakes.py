@@ -120,6 +120,9 @@ class FakePublisher:
     def live(self, name: str) -> AdapterRef | None:
         return self.names.get(name)
 
+    async def keep_live(self, adapter: str) -> None:
+        assert adapter in self.names
+
     def find(self, selector: str) -> AdapterRef:
         for ref in self.versions:
             if selector == str(ref):

@@ -19,7 +19,8 @@ from types import FrameType
 from pydantic import TypeAdapter
 
 from mlx_parallm import logs
-from mlx_parallm.config import Config
+from mlx_parallm.adapters.runs import new_run
+from mlx_parallm.config import KEYS, Config
 from mlx_parallm.extras.supervise import VARIABLE, Beginning, Report
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -40,7 +41,17 @@ def supervise(config: Config) -> int:
     """Runs the command of this process as a child, until it ends as it was asked to or is given up. Returns its exit
     status."""
     logs.set_up(config.server.log_level, config.server.log_format == "json")
+    os.environ.update(run_folder(config))
     return Supervisor((sys.executable, *sys.orig_argv[1:]), config.server.device_timeout).run()
+
+
+def run_folder(config: Config) -> dict[str, str]:
+    """The environment variable by which all servers have the folder of the first one's run, if the configuration names
+    none."""
+    kept = config.checkpointing
+    if not config.rl_training.enabled or kept.checkpoint_dir is not None or kept.resume:
+        return {}
+    return {KEYS["checkpointing.checkpoint_dir"].env_name: str(new_run())}
 
 
 class Supervisor:

@@ -127,6 +127,8 @@ class AdapterTraining:
         live = self.live
         card = self.checkpoints.newest_of(live)
         start = None if live is None else await self.checkpoints.policy_of(live, card)
+        if live is not None and card is None:
+            await self._adapters.keep_live(self.name)  # so that the next process can continue from it
         await self._learner.open(self.name, start)
         self._info = VersionInfo.of(self._learner.weights(self.name))
         self._undo = None

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from mlx_parallm.config import resolve
+from mlx_parallm.config.sources import Setting
+from mlx_parallm.extras.supervise.parent import run_folder
+
 SUPERVISE = """
 import sys
 from mlx_parallm.extras.supervise import parent
@@ -155,3 +159,20 @@ def test_the_server_sees_when_its_supervisor_is_killed(tmp_path: Path) -> None:
         while not (tmp_path / "read").exists() and time.monotonic() < until:
             time.sleep(0.02)
     assert (tmp_path / "read").read_text() == "0"
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({}, False),
+        ({"rl_training.enabled": True}, True),
+        ({"rl_training.enabled": True, "checkpointing.checkpoint_dir": "run"}, False),
+        ({"rl_training.enabled": True, "checkpointing.resume": True}, False),
+    ],
+)
+def test_all_servers_train_in_one_folder(keys: dict[str, object], named: bool) -> None:
+    config = resolve({key: Setting(value, "a test") for key, value in keys.items()}).config
+    variables = run_folder(config)
+    assert bool(variables) == named
+    if named:
+        assert resolve({}, variables).config.checkpointing.checkpoint_dir is not None
