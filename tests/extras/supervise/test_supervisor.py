@@ -156,9 +156,10 @@ def test_the_server_sees_when_its_supervisor_is_killed(tmp_path: Path) -> None:
         assert [supervisor.stdout.readline() for _ in range(2)][1] == "serves\n"
         supervisor.kill()
         until = time.monotonic() + PATIENCE_S
-        while not (tmp_path / "read").exists() and time.monotonic() < until:
+        while not (read := tmp_path / "read").exists() or not read.read_text():
+            assert time.monotonic() < until
             time.sleep(0.02)
-    assert (tmp_path / "read").read_text() == "0"
+    assert read.read_text() == "0"
 
 
 @pytest.mark.parametrize(
