@@ -44,7 +44,7 @@ RECORD = report.RESULTS / "cluster_faults.json"
 DISK_MB = 192
 LEARNT_S = 120.0
 """How long the trainer may take to get all that was acknowledged: NATS sends again after 60 s."""
-MOST_DESCRIPTORS = 40
+MOST_DESCRIPTORS = 10
 
 
 def main() -> int:
