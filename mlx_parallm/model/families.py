@@ -31,7 +31,7 @@ TESTED = frozenset({
 })  # fmt: skip
 """mlx-lm model files for which the tests compare sequences of a batch with solo runs. mistral uses mlx-lm's `llama`."""
 
-TRIED = {"mlx": ("0.32.3", "0.32.4"), "mlx-lm": ("0.32.2", "0.32.2")}
+TRIED = {"mlx": ("0.32.4", "0.32.4"), "mlx-lm": ("0.32.2", "0.32.2")}
 """By package, the oldest and the newest version that the tests ran with. pyproject.toml allows newer ones."""
 
 
