@@ -207,6 +207,20 @@ def test_a_row_gives_up_its_cached_prefix_if_it_fits_only_without_the_state_at_i
     cache.check_integrity()
 
 
+def test_a_state_from_the_disk_is_refused_if_its_prefix_must_go_for_it_or_nothing_is_left(tags) -> None:
+    cache = pool(2, WITH_STATES["recurrent"])
+    cached(cache, TEXT[:64])
+    (node,) = cache.index.chain("v1", TEXT[:65])
+    row = cache.open(128)
+    assert row is not None
+    assert cache.bytes_cached == 1
+    assert not cache.checkpoints.restore(node, [])
+    assert cache.bytes_cached == 0
+    assert cache.extend(row, 192)
+    assert not cache.checkpoints.restore(node, [])
+    cache.check_integrity()
+
+
 # ---- between two units -----------------------------------------------------------------------------
 
 
