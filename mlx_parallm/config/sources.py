@@ -180,6 +180,9 @@ def _read(file: Path) -> object:
         raise ConfigError(f"{file}: not valid yaml: {where}{error.problem}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid yaml: it must be UTF-8 text") from error
+    except (ValueError, RecursionError) as error:  # likewise
+        reason = "a number or a date in it is malformed" if isinstance(error, ValueError) else "it is nested too deeply"
+        raise ConfigError(f"{file}: not valid yaml: {reason}") from error
 
 
 def _leaves(node: object, path: str, file: Path) -> Iterator[tuple[str, object]]:

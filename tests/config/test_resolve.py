@@ -183,6 +183,9 @@ def test_bad_value_is_one_line_that_names_its_key(yaml_file, text):
         ("a: [", "FILE: not valid yaml: line 1, column 5: "),
         ("? [a]\n: 3", "FILE: not valid yaml: line 1, column 3: "),
         ("\x00", "FILE: not valid yaml: it must be UTF-8 text"),
+        ("a: 2001-99-99", "FILE: not valid yaml: a number or a date in it is malformed"),
+        ("a: 0x_", "FILE: not valid yaml: a number or a date in it is malformed"),
+        ("[" * 2000, "FILE: not valid yaml: it is nested too deeply"),
     ],
 )
 def test_malformed_yaml_says_where(yaml_file, text, expected):

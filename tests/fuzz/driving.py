@@ -77,6 +77,7 @@ class Runner:
     def mutate(self, inputs: Sequence[bytes], seconds: float, seed: int) -> None:
         """Runs changes of these inputs, and changes of those, for so many seconds."""
         rng, later = Random(seed), list(inputs)
+        self.target.mutated(inputs[0], Random(seed))  # some look for words before their first change
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
             at = rng.randrange(len(inputs))

@@ -6,9 +6,10 @@ An input is `METHOD /path`, and the body on the lines after it.
 import asyncio
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
+from random import Random
 from typing import Any
 
 from fuzz.mutation import Mutate, after_first_line, json_with
@@ -29,7 +30,7 @@ from mlx_parallm.config import ServerConfig
 from mlx_parallm.extras.atropos.route import AtroposParts
 from mlx_parallm.extras.atropos.trajectory_api import Registration
 from mlx_parallm.grammar import compiler, trial
-from mlx_parallm.server.app import create_app
+from mlx_parallm.server.app import create_app, openapi_document
 from mlx_parallm.server.backend import Backend
 
 logging.getLogger("mlx_parallm").setLevel(logging.CRITICAL)
@@ -41,9 +42,10 @@ compiler.Trial = lambda cpu_limit_s: _TRIAL  # type: ignore[assignment, misc]
 
 
 class Wire:
-    """An app over fakes, whose state is new for each input."""
+    """An app over fakes, whose state is new for each input. `begin`: how the paths begin that are asked for."""
 
-    def __init__(self, **training: Any) -> None:
+    def __init__(self, *begin: str, **training: Any) -> None:
+        self.begin = begin
         self.runner = asyncio.Runner()
         self.engine, self.adapters = FakeEngine(), FakeAdapters()
         self.training = FakeTraining(
@@ -106,7 +108,7 @@ class Wire:
         assert status < 500 or status == 501, (status, answer)
         assert b"internal_error" not in answer, answer
         text = answer.decode()
-        if headers.get(b"content-type", b"").startswith(b"application/json"):
+        if text and headers.get(b"content-type", b"").startswith(b"application/json"):
             value = json.loads(text, parse_constant=lambda constant: _refuse(constant))
             assert status < 400 or value.get("error") or value.get("detail"), text
         elif b"event-stream" in headers.get(b"content-type", b""):
@@ -114,33 +116,27 @@ class Wire:
                 if line.startswith("data: {"):
                     json.loads(line.removeprefix("data: "))
 
-    @cached_property
-    def names(self) -> list[str]:
-        """The names of all fields that the API's document has."""
-        return sorted({name for schema in _schemas(self.app.openapi()) for name in schema.get("properties", {})})
+    def mutated(self, data: bytes, rng: Random) -> bytes:
+        """Another request: with a field that the API's document has, or on another route of `begin`."""
+        return self._mutate(data, rng)
 
     @cached_property
-    def words(self) -> list[Any]:
-        """The values that mean something in it."""
-        lists = [schema["enum"] for schema in _schemas(self.app.openapi()) if isinstance(schema.get("enum"), list)]
-        constants = [[schema["const"]] for schema in _schemas(self.app.openapi()) if "const" in schema]
-        found = {word for words in (*lists, *constants) for word in words if isinstance(word, str) and word}
-        return [*sorted(found), {"role": "user", "content": "x"}, ["x"], "math"]
+    def _mutate(self) -> Mutate:
+        document = _document()
+        schemas = list(_schemas(document))
+        names = {name for schema in schemas for name in schema.get("properties", {})}
+        lists = [schema["enum"] for schema in schemas if isinstance(schema.get("enum"), list)]
+        constants = [[schema["const"]] for schema in schemas if "const" in schema]
+        words = {word for found in (*lists, *constants) for word in found if isinstance(word, str) and word}
+        values = [*sorted(words), {"role": "user", "content": "x"}, ["x"], "math"]
+        routes = [(path, methods) for path, methods in document["paths"].items() if path.startswith(self.begin)]
+        lines = [f"{method.upper()} {path}" for path, methods in routes for method in methods]
+        return after_first_line(json_with(sorted(names), values), lines)
 
-    def examples(self, *begin: str) -> Iterator[bytes]:
-        """An input of each example of the routes whose paths begin like this."""
-        for path, methods in self.app.openapi()["paths"].items():
-            if not path.startswith(begin):
-                continue
-            for method, what in methods.items():
-                content = what.get("requestBody", {}).get("content", {}).get("application/json", {})
-                bodies = [example["value"] for example in content.get("examples", {}).values()] or [{}]
-                for body in bodies:
-                    yield f"{method.upper()} {path}\n".encode() + json.dumps(body).encode()
 
-    def mutate(self, lines: Sequence[str]) -> Mutate:
-        """Of requests. `lines`: their first lines."""
-        return after_first_line(json_with(self.names, self.words), lines)
+@cache
+def _document() -> dict[str, Any]:
+    return openapi_document()
 
 
 def _refuse(constant: str) -> None:

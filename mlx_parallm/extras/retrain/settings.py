@@ -116,7 +116,7 @@ def _read(file: Path) -> dict[str, object]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: the configuration file cannot be read: {error.strerror}") from error
-    except ValueError as error:  # of TOML, and of UTF-8
+    except (ValueError, RecursionError) as error:  # of TOML, of UTF-8, and of what is nested too deeply
         raise ConfigError(f"{file}: not valid TOML: {error}") from error
 
 

@@ -198,6 +198,7 @@ def test_the_configuration_file_of_retrain(model: Path, tmp_path: Path) -> None:
         ('dtype = "auto"', "dtpe = 1", "unknown key"),
         ("lora_rank = 4", 'lora_rank = "4"', "lora_rank: must be int"),
         ("[lora]", "[lora", "not valid TOML"),
+        ("[lora]", "deep = " + "[" * 2000, "not valid TOML"),
     ],
 )
 def test_what_a_configuration_file_may_not_say(model: Path, tmp_path: Path, old: str, new: str, reason: str) -> None:
