@@ -98,7 +98,7 @@ def _from_images(client: Client, images: dict[Path, Acknowledged]) -> list[str]:
         again = Client(server, acknowledged)
         server.run = image
         server.start()
-        found += [f"{image.name}: {each}" for each in again.lost()]
+        found += [f"{image.name}: {each}" for each in again.lost(torn=True)]
     return found
 
 

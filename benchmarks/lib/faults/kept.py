@@ -28,8 +28,8 @@ class Acknowledged:
 
 
 def lost(run: Path, acknowledged: Acknowledged, torn: bool = False) -> list[str]:
-    """What of it is not in the folder of a server, and what there is damaged. `torn`: the server was killed, and its
-    logs may end amid a line."""
+    """What of it is not in the folder of a server, and what there is damaged. `torn`: the server was killed amid a
+    write, so one line of a log may be cut."""
     try:
         missing, twice = kills.missing(run, acknowledged.journal)
         record = read_record(run / "kept")
@@ -63,12 +63,13 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(data[:-_DIGEST_BYTES]).digest() == data[-_DIGEST_BYTES:]
 
 
-def _lines(run: Path, torn: bool) -> Iterator[str]:
-    """Lines of the logs that are no JSON."""
+def _lines(run: Path, torn: bool) -> list[str]:
+    """Lines of the logs that are no JSON, without one that may be cut."""
+    broken = list[str]()
     for path in (*run.glob("*.jsonl"), *run.glob("*.log"), *run.glob("kept/*.jsonl")):
-        *lines, last = path.read_text(errors="replace").split("\n")
-        for line in (*lines, last) if last and not torn else lines:
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 json.loads(line)
             except ValueError:
-                yield f"{path.name}: {line[:80]!r}"
+                broken.append(f"{path.name}: {line[:80]!r}")
+    return broken if len(broken) > torn else []

@@ -7,6 +7,7 @@ training. What was answered with success is remembered, and `lost` says what of 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.lib.durability.processes import COMMON, free_port, small_model
+from benchmarks.lib.durability.processes import COMMON, small_model
 from benchmarks.lib.faults import kept
 from benchmarks.lib.faults.disk import Disk
 
@@ -28,6 +29,7 @@ STORAGE_FAILED = 507
 BY_REQUEST = ("--update-frequency", "100000", "--trajectory-buffer-size", "100000", "--max-staleness", "1000")
 OTHERS = ("--kv-cache-memory", "64MB", "--max-model-len", "2048", "--speculation", "off", "--access-log", "false")
 _NO_ROLLBACK = {"MLX_PARALLM_RL_TRAINING__DIVERGENCE__REWARD__LIMIT": "1000"}
+_URL = re.compile(rb"base URL +(http://[^/]+)/")
 _ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
 
 
@@ -49,19 +51,19 @@ class Server:
         self._flags = flags
         self.process: subprocess.Popen[bytes] | None = None
         self.http = httpx.Client()
+        self._log_from = 0
 
     def launch(self) -> subprocess.Popen[bytes]:
-        """Starts a process, which may end at once."""
-        port = free_port()
+        """Starts a process, which may end at once. The system chooses its port."""
         kept = ("--checkpoint-dir", str(self.run / "kept"), "--prefix-cache-dir", str(self.run / "prefixes"))
         logs = ("--audit-log", str(self.run / "audit.log"), "--trajectory-log", str(self.run / "trajectories.jsonl"))
-        where = ("--port", str(port), "--adapter-dir", str(self.adapters), "--model-path", str(self.model))
+        where = ("--port", "0", "--adapter-dir", str(self.adapters), "--model-path", str(self.model))
         learning = ("--enable-rl-training", *COMMON, *BY_REQUEST)
         environment = {**os.environ, **_NO_ROLLBACK, **self.disk.environment}
         command = [sys.executable, "-m", "mlx_parallm", "serve", *learning, *kept, *logs, *where, *OTHERS, *self._flags]
         with self.output.open("ab") as output:
+            self._log_from = output.tell()
             self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S)
         return self.process
 
     def wait_until_ready(self) -> bool:
@@ -69,11 +71,10 @@ class Server:
         assert self.process is not None
         until = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < until:
-            try:
-                if self.http.get("/ready").status_code == 200:
-                    return True
-            except httpx.HTTPError:
-                time.sleep(0.05)
+            if found := _URL.search(self.output.read_bytes()[self._log_from :]):
+                self.http = httpx.Client(base_url=found[1].decode(), timeout=ANSWER_S)
+                return True
+            time.sleep(0.05)
         return False
 
     def start(self) -> None:
@@ -180,9 +181,9 @@ class Client:
         self._ask("/v1/training/resume", {}, needs_disk=False)
         return True
 
-    def lost(self) -> list[str]:
-        """What a server that was started again does not have of what was acknowledged."""
-        found = kept.lost(self.server.run, self.acknowledged)
+    def lost(self, torn: bool = False) -> list[str]:
+        """What a server that was started again does not have of what was acknowledged. `torn`: see `kept.lost`."""
+        found = kept.lost(self.server.run, self.acknowledged, torn)
         if (step := self.server.http.get("/v1/training/status").json()["step"]) < self.acknowledged.journal.step:
             found.append(f"step {self.acknowledged.journal.step}, at {step}")
         tone = {"model": "tone", "prompt": "a", "max_tokens": 1}
