@@ -117,6 +117,11 @@ ENGINE: Table[EngineStats] = Table(
     (),
     Gauge("engine_paused", "1 from POST /pause to POST /resume.", lambda stats: stats.paused),
     Gauge("engine_alive", "1 while the device thread runs.", lambda stats: stats.alive),
+    Gauge(
+        "engine_stuck",
+        "1 once one piece of device work has taken half of --device-timeout.",
+        lambda stats: bool(stats.stuck),
+    ),
     Gauge("process_footprint_bytes", "Bytes of memory that this process takes.", lambda stats: stats.machine.footprint),
     Gauge(
         "process_footprint_limit_bytes",

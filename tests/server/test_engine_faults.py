@@ -64,3 +64,19 @@ async def test_a_dead_engine_shows_in_health_and_takes_nothing(client, engine, s
     ):
         assert (response.status_code, fault(response)["code"]) == (503, "engine_dead")
     assert (await client.get("/ready")).status_code == 503
+
+
+async def test_a_device_that_seems_to_hang_is_named_and_gets_nothing_new(client, engine, metric):
+    engine.state["stuck"] = "The device thread does not get on: a prefill has taken 301 s."
+    for response in (
+        await client.get("/health"),
+        await client.get("/ready"),
+        await client.post(URL, json={"prompt": "x"}),
+    ):
+        assert (response.status_code, fault(response)["code"]) == (503, "engine_dead")
+        assert "a prefill has taken 301 s" in response.text
+    stats = (await client.get("/v1/stats")).json()
+    assert stats["notices"] == [engine.state["stuck"]]
+    assert await metric(client, "mlx_parallm_engine_stuck") == 1
+    engine.state["stuck"] = ""
+    assert (await client.get("/health")).json() == {"status": "ok"}, "it has got on"
