@@ -26,7 +26,7 @@ from mlx_parallm import __version__
 from mlx_parallm.adapters.bank import AdapterBank
 from mlx_parallm.atomic import replace_file
 from mlx_parallm.engine.startup import Prover, prove
-from mlx_parallm.errors import UnsupportedModelError
+from mlx_parallm.errors import MALFORMED, UnsupportedModelError
 from mlx_parallm.model.bundled import load_bundled
 from mlx_parallm.model.cache_plan import CachePlan, prepare
 from mlx_parallm.model.device import adapt_to_cpu, on_cpu, prepare_device
@@ -202,7 +202,7 @@ def kept_verdict(manager: SharedModelManager) -> ModelVerdict | None:
     """The verdict that was found when the model was loaded before, or None."""
     try:
         return ModelVerdict.of_json(json.loads(_file_of(manager).read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, *MALFORMED):
         return None
 
 

@@ -102,8 +102,9 @@ def test_a_verdict_is_found_once(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model_check, "prove", None)
     model_check.prove_once(manager, bank)
     (file,) = (folder / "cache" / "mlx_parallm" / "checks").iterdir()
-    file.write_text("{}")
-    assert kept_verdict(manager) is None
+    for damaged in ("{}", "[" * 50_000, '{"family": 1e999}'):
+        file.write_text(damaged)
+        assert kept_verdict(manager) is None
     config = json.loads((folder / "model" / "config.json").read_text())
     (folder / "model" / "config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
     assert model_check._file_of(manager) != file
