@@ -1,6 +1,7 @@
 """The NATS server of a head: its state outlives it, and it ends with the head."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import time
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
+import httpx
 import pytest
 from cluster.conftest import address_of
 from nats.errors import Error as NatsError
@@ -19,7 +21,7 @@ from mlx_parallm.errors import ConfigError
 from mlx_parallm.extras.cluster import nats_watch
 from mlx_parallm.extras.cluster.cards import SharedVersion
 from mlx_parallm.extras.cluster.connection import NatsAddress, connect
-from mlx_parallm.extras.cluster.nats_server import nats_server
+from mlx_parallm.extras.cluster.nats_server import find_program, nats_server
 from mlx_parallm.extras.cluster.node import running
 from mlx_parallm.extras.cluster.state import locked_folder, own_token
 from mlx_parallm.extras.cluster.trajectories import Trajectories
@@ -63,6 +65,24 @@ async def test_a_killed_server_is_started_again_and_followers_go_on(tmp_path):
             assert (await anext(following)).staged == {VERSION.ref: VERSION}
         assert server.restarts == 1
         await following.aclose()
+
+
+async def test_what_is_acknowledged_is_on_the_disk(tmp_path):
+    """As NATS itself says of the configuration that it was given."""
+    async with nats_server(tmp_path, "127.0.0.1"):
+        settings = json.loads((tmp_path / "nats.conf").read_bytes())
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        monitoring = f"127.0.0.1:{probe.getsockname()[1]}"
+    (tmp_path / "monitored.conf").write_text(json.dumps({**settings, "http": monitoring}))
+    process = await asyncio.create_subprocess_exec(find_program(), "-c", tmp_path / "monitored.conf")
+    try:
+        transport = httpx.AsyncHTTPTransport(retries=8)
+        async with httpx.AsyncClient(transport=transport) as client:
+            answer = await client.get(f"http://{monitoring}/jsz")
+        assert answer.json()["config"]["sync_always"]
+    finally:
+        process.kill()
+        await process.wait()
 
 
 @pytest.fixture

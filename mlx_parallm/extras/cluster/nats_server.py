@@ -201,7 +201,11 @@ def _config(folder: Path, host: str, listening: Listening) -> str:
     settings = {
         "listen": f"{host}:{listening.port}",
         "authorization": {"token": listening.token},
-        "jetstream": {"store_dir": str(folder.absolute() / "jetstream"), "max_file_store": _STORE_BYTES},
+        "jetstream": {
+            "store_dir": str(folder.absolute() / "jetstream"),
+            "max_file_store": _STORE_BYTES,
+            "sync_interval": "always",  # otherwise a power cut takes what was acknowledged in the last two minutes
+        },
         "max_payload": MAX_MESSAGE_BYTES,
         "log_file": str(folder.absolute() / "nats.log"),
         "logfile_size_limit": _LOG_BYTES,
