@@ -35,7 +35,8 @@ def main(name: str, options: list[str]) -> None:
         rng = Random(seed)
         return target.mutated(data, rng)[:most] if rng.randrange(4) else atheris.Mutate(data, most)
 
-    atheris.Setup([sys.argv[0], *options], one, custom_mutator=mutate)
+    again = f"{sys.executable} -m fuzz.coverage {name}"  # with -merge, libFuzzer starts itself by this line
+    atheris.Setup([again, *options], one, custom_mutator=mutate)
     atheris.Fuzz()
 
 
