@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.lib import machine, report
@@ -31,13 +32,14 @@ from benchmarks.lib.soak.serving import Point, Server, prepare
 
 POINT_S = 5.0
 SHARE_OF_A_RESTART = 1 / 15
-JOURNAL_UPDATES = 1200
-"""Updates that are in the journal before the load, more than it keeps of anything."""
-WARM_UP = 0.2
+UPDATES_BEFORE, QUICK_UPDATES = (1100, 150), (20, 5)
+"""Updates that are in the journal before the load: small ones, and of collected answers. It is then as large as it may
+be, because it keeps 1,100."""
+WARM_UP = 0.3
 """Part of the measured process's time after which it must not grow."""
-FLOOR_S = 60.0
-SLACK_S = 2.0
-"""A request that was sent so long before a SIGTERM may find no server."""
+MINUTE_S = 60.0
+QUIET_CORES = 0.25
+"""Cores that other programs may take in a minute whose latencies count."""
 GROWING = {
     "resident": "RSS",
     "threads": "threads",
@@ -75,20 +77,26 @@ class Run:
         return times[-1] - times[0]
 
     def latencies(self) -> list[list[float]]:
-        """Seconds of the good requests of each minute of the measured time."""
+        """Seconds of the good requests of each whole minute of the measured time in which little else ran on the
+        machine, or of all if there is none."""
         begin, end = self.measured[0].at, self.measured[-1].at
-        minutes: list[list[float]] = [[] for _ in range(int((end - begin) // 60) + 1)]
+        minutes: list[list[float]] = [[] for _ in range(max(1, int((end - begin) // MINUTE_S)))]
+        others: list[list[float]] = [[] for _ in minutes]
         for name, at, seconds in self.good.done:
-            if begin <= at < end and not name.startswith("change"):
-                minutes[int((at - begin) // 60)].append(seconds)
-        return [minute for minute in minutes if len(minute) >= 100]
+            if 0 <= (minute := int((at - begin) // MINUTE_S)) < len(minutes) and not name.startswith("change"):
+                minutes[minute].append(seconds)
+        for point in self.measured:
+            if (minute := int((point.at - begin) // MINUTE_S)) < len(minutes):
+                others[minute].append(point.others)
+        quiet = [taken for taken, cores in zip(minutes, others, strict=True) if cores and fmean(cores) <= QUIET_CORES]
+        return quiet or minutes
 
     def faults(self) -> Iterator[str]:
         yield from self.good.faults
         yield from self.hostile.faults
         yield from self.logged_errors
-        for at, request in (*self.good.refused, *self.hostile.refused):
-            if not any(begin - SLACK_S <= at <= end for begin, end in self.down):
+        for sent, ended, request in (*self.good.refused, *self.hostile.refused):
+            if not any(sent <= end and ended >= begin for begin, end in self.down):
                 yield f"refused: {request}"
 
     def growth(self, name: str) -> float:
@@ -96,7 +104,7 @@ class Run:
         points = self.measured
         floors = dict[int, float]()
         for point in points:
-            minute = int((point.at - points[0].at) // FLOOR_S)
+            minute = int((point.at - points[0].at) // MINUTE_S)
             floors[minute] = min(floors.get(minute, float("inf")), getattr(point, name))
         return 1000 * slope(floors) / (sum(floors.values()) / len(floors))
 
@@ -112,9 +120,9 @@ def slope(values: dict[int, float]) -> float:
 # -- a run -----------------------------------------------------------------------------------------
 
 
-async def soak(server: Server, known: list[Known], minutes: float, parts: tuple[float, ...], hostile: bool) -> Run:
+async def soak(server: Server, known: list[Known], parts: tuple[float, ...], hostile: bool) -> Run:
     """Puts a running server under load. `parts`: the minutes of each of its processes."""
-    run = Run(minutes)
+    run = Run(sum(parts))
     before = (await server.get("/v1/training/status"))["step"]
     with loads(server.port, server.keys, known, hostile) as made:
         for number, part in enumerate(parts):
@@ -147,7 +155,7 @@ async def _watch(server: Server, run: Run, seconds: float) -> None:
             f"  {seconds - max(0.0, until - point.at):5.0f} s of process {point.process}: RSS "
             f"{point.resident / 1e6:.1f} MB, {point.threads} threads, {point.descriptors} descriptors, {point.arrays} "
             f"arrays, {point.objects} objects, {point.active / 1e6:.1f} MB of arrays, journal "
-            f"{point.journal / 1e6:.2f} MB",
+            f"{point.journal / 1e6:.2f} MB, others {point.others:.2f} cores",
             flush=True,
         )
 
@@ -169,11 +177,13 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Run, Run
         try:
             await server.start()
             if hostile:
-                known = await controls(server.port, keys["good"])
+                known, _ = await asyncio.gather(
+                    controls(server.port, keys["good"]),
+                    server.fill_journal(*(QUICK_UPDATES if arguments.quick else UPDATES_BEFORE)),
+                )
                 print(f"{len(known)} questions with a control", flush=True)
-            await server.fill_journal(20 if arguments.quick else JOURNAL_UPDATES)
             print(name, flush=True)
-            runs.append(await soak(server, known, sum(parts), parts, hostile))
+            runs.append(await soak(server, known, parts, hostile))
         finally:
             server.kill()
     return runs[0], runs[1]
@@ -209,20 +219,23 @@ def figures(run: Run, control: Run, judged: bool) -> Iterator[Figure]:
         yield Figure(
             f"growth in 10 minutes: {title}", "%", *reported([run.growth(name)]), GROWTH_PERCENT if judged else None
         )
-    yield from _latencies(run, control)
+    yield from _latencies(run, control, judged)
 
 
 def _answered(told: Told) -> list[str]:
     return sorted(name for name in told.counts if name.startswith("/"))
 
 
-def _latencies(run: Run, control: Run) -> Iterator[Figure]:
+def _latencies(run: Run, control: Run, judged: bool) -> Iterator[Figure]:
     hostile, quiet = ([percentile(minute, 99) for minute in each.latencies()] for each in (run, control))
     ours, theirs = (percentile([s for minute in each.latencies() for s in minute], 99) for each in (run, control))
+    yield Figure("minutes whose latencies count", "", *reported([len(hostile)]))
+    yield Figure("minutes whose latencies count, without hostile clients", "", *reported([len(quiet)]))
     yield Figure("p99 of good requests, by minute", "s", *reported(hostile))
     yield Figure("p99 of good requests, by minute, without hostile clients", "s", *reported(quiet))
     by_minute = ratios(hostile, [spread(quiet).median] * len(hostile))
-    yield Figure("p99 beside hostile clients", "x", Spread(ours / theirs, by_minute.low, by_minute.high), ours / theirs)
+    ratio = Spread(ours / theirs, by_minute.low, by_minute.high)
+    yield Figure("p99 beside hostile clients", "x", ratio, ratio.median, SLOWER if judged else None)
 
 
 def main() -> int:

@@ -123,7 +123,8 @@ class ConnectionLimits:
     """Limits and state that all connections share.
 
     `access_log`: whether refusals are logged. `lingering`: number of connections without a place that are open for a
-    moment, at most `max_lingering`.
+    moment, at most `max_lingering`. `idle`: those with a place that are idle, beginning with the one that is so for
+    longest.
     """
 
     max_connections: int
@@ -132,6 +133,7 @@ class ConnectionLimits:
     write_timeout_s: float
     access_log: bool
     lingering: int = 0
+    idle: dict[LimitedProtocol, None] = field(default_factory=dict)
     turns: Turns = field(default_factory=Turns)
 
 
@@ -160,12 +162,15 @@ class LimitedProtocol(H11Protocol):
         self._header_timer = self.loop.call_later(self._limits.header_timeout_s, self._headers_late)
         if len(self.connections) > self._limits.max_connections and not self._take_place():
             self._linger()
+        else:
+            self._limits.idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._header_timer, self._write_timer, self._linger_timer):
             if timer is not None:
                 timer.cancel()
         self._limits.lingering -= self._lingers
+        self._limits.idle.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -193,6 +198,8 @@ class LimitedProtocol(H11Protocol):
         """Starts the header timer when a request begins, and stops it at the end of the headers. Between two requests
         of one connection, uvicorn's keep-alive timer runs."""
         super().data_received(data)
+        if not self._idle:
+            self._limits.idle.pop(self, None)
         if not self._idle and self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
@@ -205,6 +212,8 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
         if self._lingers:
             self.transport.close()
+        elif self._idle:
+            self._limits.idle[self] = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -232,15 +241,16 @@ class LimitedProtocol(H11Protocol):
 
     def _take_place(self) -> bool:
         """Takes the place of another connection that is not being answered. Returns false if all others are."""
-        others = [other for other in self.connections if other is not self]
-        replaceable = (
-            [other for other in others if other._idle]
-            or _of_the_greediest([other for other in others if other._receiving])
-            or _of_the_greediest([other for other in others if other._waits])
-        )
-        if replaceable:
-            min(replaceable, key=_since)._give_place()
-        return bool(replaceable)
+        taken = next((other for other in self._limits.idle if other._idle), None)
+        if taken is None:
+            others = [other for other in self.connections if other is not self]
+            replaceable = _of_the_greediest([other for other in others if other._receiving]) or _of_the_greediest(
+                [other for other in others if other._waits]
+            )
+            taken = min(replaceable, key=_since, default=None)
+        if taken is not None:
+            taken._give_place()
+        return taken is not None
 
     def _give_place(self) -> None:
         """Loses its place. If its first request may be under way, it is answered; otherwise the connection is
@@ -254,6 +264,7 @@ class LimitedProtocol(H11Protocol):
         """Leaves the connection open for a moment, without a place."""
         self._lingers = True
         self.connections.discard(self)
+        self._limits.idle.pop(self, None)
         self._limits.lingering += 1
         if self._limits.lingering > self._limits.max_lingering:
             self.transport.abort()

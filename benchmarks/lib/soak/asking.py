@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.lib.load import HOST
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 """Longest time that an answer may take: after it, the request counts as hanging."""
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -34,6 +34,10 @@ class Reply:
     sent: float
     seconds: float
     error: str = ""
+
+    @property
+    def ended(self) -> float:
+        return self.sent + self.seconds
 
     @property
     def refused(self) -> bool:

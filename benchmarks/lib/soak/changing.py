@@ -56,7 +56,7 @@ class Changes:
         is expected."""
         reply = await ask(self._port, path, body, key or self._train)
         if reply.refused:
-            self.told.refused.append((reply.sent, reply.about(path, body)))
+            self.told.refused.append((reply.sent, reply.ended, reply.about(path, body)))
             raise _NoAnswerError
         self.told.took(f"change: {'/'.join(path.split('/')[:4])}", reply)
         if reply.status in expected:
@@ -76,7 +76,7 @@ class Changes:
         self._clients.versions.published = process
         body = {"prompt": "a", "max_tokens": 1, "model": SWAPPED, **GREEDY}
         answer = await self._clients.answer(Question(asking.COMPLETIONS, body))
-        if answer is not None and (wrong := self._clients.versions.conflict(process, answer.version, adapter)):
+        if answer is not None and (wrong := self._clients.versions.conflict(process, answer.version, [adapter])):
             self.told.faults.append(f"another version after a publish: {wrong}")
 
     async def _learn(self) -> None:

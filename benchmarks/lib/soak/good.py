@@ -59,11 +59,11 @@ class Question:
 
 @dataclass(slots=True)
 class Told:
-    """What became of the requests of a process. `done`: name, time and seconds of each. `refused`: when there
-    was no server, and for what. `faults`: what must not happen."""
+    """What became of the requests of a process. `done`: name, time and seconds of each. `refused`: begin and
+    end of requests for which there was no server, and what they were. `faults`: what must not happen."""
 
     done: list[tuple[str, float, float]] = field(default_factory=list)
-    refused: list[tuple[float, str]] = field(default_factory=list)
+    refused: list[tuple[float, float, str]] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -229,10 +229,12 @@ class Versions:
     adapters: dict[tuple[int, str], str] = field(default_factory=dict)
     published: int = 0
 
-    def conflict(self, process: int, version: str, adapter: str) -> str:
-        """Says that a version is two adapters, or nothing."""
-        known = self.adapters.setdefault((process, version), adapter)
-        return "" if known == adapter else f"{version} is {known}, and answered as {adapter}"
+    def conflict(self, process: int, version: str, adapters: Sequence[str]) -> str:
+        """Says that a version which answered as one of the adapters is another one, or nothing."""
+        known = self.adapters.get((process, version))
+        if known is None and len(adapters) == 1:
+            self.adapters[process, version] = adapters[0]
+        return "" if known is None or known in adapters else f"{version} is {known}, and answered as {adapters}"
 
 
 class Clients:
@@ -272,7 +274,7 @@ class Clients:
         fitting = [name for name, content in known.by_adapter.items() if same(content, answer.content)]
         if not fitting:
             self.fault("another answer", known.question, f"{answer.content} of {answer.version}")
-        elif wrong := self.versions.conflict(process, answer.version, fitting[0]):
+        elif wrong := self.versions.conflict(process, answer.version, fitting):
             self.fault("another version", known.question, wrong)
 
     async def _of_trained(self) -> None:
@@ -290,7 +292,7 @@ class Clients:
         """The answer, whose every part must have ended once. None, and noted, if there is none."""
         reply = await ask(self._port, question.path, question.body, self._key)
         if reply.refused:
-            self.told.refused.append((reply.sent, reply.about(question.path, question.body)))
+            self.told.refused.append((reply.sent, reply.ended, reply.about(question.path, question.body)))
             return None
         try:
             if reply.status != 200 or reply.error:

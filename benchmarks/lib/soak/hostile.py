@@ -85,7 +85,7 @@ class Done:
     counts: Counter[str] = field(default_factory=Counter)
     statuses: Counter[int] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    refused: list[tuple[float, str]] = field(default_factory=list)
+    refused: list[tuple[float, float, str]] = field(default_factory=list)
 
 
 class Hostile:
@@ -117,7 +117,7 @@ class Hostile:
         key = self._key if self._dice.randrange(8) else "wrong-key-of-24-characters-or-more"
         reply = await exchange(self._port, head("POST", path, len(raw), key) + raw)
         if reply.refused:
-            self.done.refused.append((reply.sent, reply.about(path, raw)))
+            self.done.refused.append((reply.sent, reply.ended, reply.about(path, raw)))
             return
         self.done.counts["bad requests"] += 1
         self.done.statuses[reply.status] += 1

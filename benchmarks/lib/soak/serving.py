@@ -7,23 +7,27 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.lib.durability.processes import free_port, small_model
-from benchmarks.lib.machine import resident_bytes
-from benchmarks.lib.soak.asking import ask
+from benchmarks.lib.machine import processor_seconds, resident_bytes
+from benchmarks.lib.prompts import WORDS
+from benchmarks.lib.soak.asking import COMPLETIONS, ask
 from benchmarks.lib.soak.good import ADAPTERS
 from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.server.access import Role, new_key, write_keys
 
+T = TypeVar("T")
 PROGRAM = "benchmarks.lib.programs.counted_server"
 READY_LIMIT_S, END_LIMIT_S, QUIET_LIMIT_S = 180.0, 60.0, 60.0
 MODEL, OTHER = "model", "other"
 FLAGS = (
     *("--enable-rl-training", "--atropos-api", "--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "1e-4"),
-    *("--update-frequency", "16", "--checkpoint-interval", "20", "--journal-updates", "100"),
+    *("--update-frequency", "4", "--checkpoint-interval", "10", "--journal-updates", "100"),
     *("--max-batch-size", "16", "--max-queued", "64", "--kv-cache-memory", "48MB"),
     *("--trajectory-buffer-size", "200", "--idle-unload", "10", "--logprobs-mode", "processed_logprobs"),
 )
@@ -43,10 +47,12 @@ GIVEN = [
 @dataclass(frozen=True, slots=True)
 class Point:
     """What was seen of the server's process at one time. `children`: resident bytes of its child processes. `active`:
-    bytes of MLX's arrays. `journal`: bytes of the file and of its log."""
+    bytes of MLX's arrays. `journal`: bytes of the file and of its log. `others`: cores that other programs of the
+    machine took since the last point."""
 
     at: float
     process: int
+    others: float
     resident: int
     children: int
     threads: int
@@ -76,6 +82,7 @@ class Server:
     run: Path
     keys: dict[str, str]
     port: int = field(default_factory=free_port)
+    others: "OtherPrograms" = field(default_factory=lambda: OtherPrograms())
     process: subprocess.Popen[bytes] | None = None
     number: int = 0
 
@@ -111,12 +118,21 @@ class Server:
         if self.process is not None:
             self.process.kill()
 
-    async def fill_journal(self, updates: int) -> None:
-        """Makes so many small updates, as fast as they can be made."""
-        for _ in range(updates):
-            reply = await ask(self.port, "/v1/training/update", {"trajectories": GIVEN}, self.keys["admin"])
-            if reply.status != 200:
-                raise SystemExit(f"an update was answered {reply.status}: {reply.body[:300]!r}")
+    async def fill_journal(self, small: int, collected: int) -> None:
+        """Makes so many small updates, and then those of so many groups of collected answers, one after the other."""
+        for _ in range(small):
+            await self._post("/v1/training/update", trajectories=GIVEN)
+        for number in range(collected):
+            body = {"prompt": " ".join(WORDS[number % 9 :][:8]), "n": 4, "max_tokens": 8, "collect_trajectory": True}
+            answer = await self._post(COMPLETIONS, **body)
+            for at, trajectory in enumerate(answer["trajectory_ids"]):
+                await self._post("/v1/training/feedback", trajectory_id=trajectory, score=at % 2)
+
+    async def _post(self, path: str, **body: Any) -> Any:
+        reply = await ask(self.port, path, body, self.keys["admin"])
+        if reply.status != 200:
+            raise SystemExit(reply.about(path, body))
+        return reply.json()
 
     async def get(self, path: str) -> Any:
         """The decoded answer to the admin, or its text."""
@@ -136,8 +152,9 @@ class Server:
         return Point(
             time.monotonic(),
             self.number,
+            self.others.since((os.getpid(), *children(os.getpid()), *children(pid))),
             resident_bytes(pid),
-            sum(map(resident_bytes, children(pid))),
+            sum(_of_running(children(pid), resident_bytes).values()),
             threads[0],
             len(list((proc / "fd").iterdir())),
             counts["arrays"],
@@ -170,6 +187,36 @@ class Server:
             if name.startswith(("mlx_parallm_lora_slots_pinned", "mlx_parallm_key_requests_running")):
                 held[name] = float(value)
         return {name: value for name, value in held.items() if value}
+
+
+class OtherPrograms:
+    """Counts the cores that other programs take."""
+
+    def __init__(self) -> None:
+        self._at, self._busy, self._ours = time.monotonic(), _busy_seconds(), dict[int, float]()
+
+    def since(self, ours: Sequence[int]) -> float:
+        """Cores that all processes but these took since the last call."""
+        at, busy, spent = time.monotonic(), _busy_seconds(), _of_running(ours, processor_seconds)
+        mine = sum(seconds - self._ours.get(pid, 0.0) for pid, seconds in spent.items())
+        cores = (busy - self._busy - mine) / (at - self._at)
+        self._at, self._busy, self._ours = at, busy, spent
+        return round(cores, 3)
+
+
+def _of_running(pids: Sequence[int], read: Callable[[int], T]) -> dict[int, T]:
+    """What is read of each of these processes that has not ended."""
+    found = dict[int, T]()
+    for pid in pids:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            found[pid] = read(pid)
+    return found
+
+
+def _busy_seconds() -> float:
+    """Processor time that all processes of the machine have taken."""
+    user, nice, system, _, _, irq, soft, *_ = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
 def children(pid: int) -> list[int]:
