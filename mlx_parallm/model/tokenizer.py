@@ -165,9 +165,9 @@ class Tokenizer:
         control, variables = self._control_text, {**self._variables, **kwargs}
         messages = _fitted(messages, variables, template or self.chat_template or "", self.tool_format, self.reasoning)
         stand_ins: StandIns = {}
-        if control is not None:
-            messages, variables, stand_ins = control.guard(messages, variables)
         try:
+            if control is not None:
+                messages, variables, stand_ins = control.guard(messages, variables)
             text: str = self._hf.apply_chat_template([dict(each) for each in messages], **{**variables, **options})
         except Exception as error:  # a template is the model author's program: it may raise anything
             if isinstance(error, OSError) and error.errno is not None:  # of the machine, such as too many open files
