@@ -18,6 +18,7 @@ import logging
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from operator import attrgetter
@@ -328,7 +329,8 @@ class LimitedProtocol(H11Protocol):
         body = wire_error(status, code, message).json_text().encode()
         for event in _response(status, body, record.request_id):
             self.transport.write(self.conn.send(event) or b"")
-        self.transport.write_eof()
+        with suppress(OSError):  # the client has gone
+            self.transport.write_eof()
         if self._linger_timer is None:
             self._linger()
         else:

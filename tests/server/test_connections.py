@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import resource
 import subprocess
@@ -165,6 +166,20 @@ async def test_probes_come_before_the_requests_of_a_burst(serving, monkeypatch):
         for reader, writer in waiting:
             assert not reader._buffer
             writer.close()
+
+
+async def test_a_client_that_has_gone_when_it_is_refused_leaves_nothing(serving, monkeypatch, caplog):
+    def gone(transport):
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    async with serving() as server:
+        monkeypatch.setattr(asyncio.selector_events._SelectorSocketTransport, "write_eof", gone)
+        _, writer = await opened(server, b"garbage\r\n\r\n")
+        limits = server.uvicorn.config.http.args[0]
+        await eventually(lambda: limits.lingering == 1)
+        writer.close()
+        await eventually(lambda: limits.lingering == 0)
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 async def test_a_failing_call_does_not_stop_the_turns_of_others():

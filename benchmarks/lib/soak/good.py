@@ -28,6 +28,8 @@ APART = 1e-4
 VECTORS_APART = 1e-4
 CLIENTS, EVERY_S = 6, 1.5
 """Clients, each of which begins a request every so many seconds, unless its last one is not answered yet."""
+MOST_TRIES = 10
+"""Of a request that was answered with 429, as when others compile grammars."""
 CANDIDATES, AT_ONCE, CHECKED_AT_ONCE = 60, 12, 4
 
 SCHEMA = {
@@ -291,6 +293,12 @@ class Clients:
     async def answer(self, question: Question) -> Answer | None:
         """The answer, whose every part must have ended once. None, and noted, if there is none."""
         reply = await ask(self._port, question.path, question.body, self._key)
+        for _ in range(MOST_TRIES - 1):
+            if reply.status != 429:
+                break
+            self.told.counts["tried again"] += 1
+            await asyncio.sleep(EVERY_S)
+            reply = await ask(self._port, question.path, question.body, self._key)
         if reply.refused:
             self.told.refused.append((reply.sent, reply.ended, reply.about(question.path, question.body)))
             return None
