@@ -80,7 +80,7 @@ class Run:
 
     def latencies(self) -> list[list[float]]:
         """Seconds of the good requests of each whole minute of the measured time in which little else ran on the
-        machine, or of all if there is none."""
+        machine."""
         begin, end = self.measured[0].at, self.measured[-1].at
         minutes: list[list[float]] = [[] for _ in range(max(1, int((end - begin) // MINUTE_S)))]
         others: list[list[float]] = [[] for _ in minutes]
@@ -90,8 +90,7 @@ class Run:
         for point in self.measured:
             if (minute := int((point.at - begin) // MINUTE_S)) < len(minutes):
                 others[minute].append(point.others)
-        quiet = [taken for taken, cores in zip(minutes, others, strict=True) if cores and fmean(cores) <= QUIET_CORES]
-        return quiet or minutes
+        return [taken for taken, cores in zip(minutes, others, strict=True) if cores and fmean(cores) <= QUIET_CORES]
 
     def faults(self) -> Iterator[str]:
         yield from self.good.faults
@@ -186,6 +185,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Run, Run
                     server.fill_journal(*(QUICK_UPDATES if arguments.quick else UPDATES_BEFORE)),
                 )
                 print(f"{len(known)} questions with a control", flush=True)
+            else:
+                await server.fill_journal(1, 0)  # from now on the adapter in training is served
             print(name, flush=True)
             runs.append(await soak(server, known, parts, hostile))
         finally:

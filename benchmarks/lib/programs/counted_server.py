@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ MOST = 40
 def count(*_: Any) -> None:
     """Writes how many MLX arrays and how many objects in all Python's garbage collector knows, and the most of a
     type."""
-    types = Counter(f"{type(each).__module__}.{type(each).__qualname__}" for each in gc.get_objects())
+    # One call of C code: while another thread runs, nothing may hold a tuple that it is still making.
+    every = chain.from_iterable(map(gc.get_objects, (None,)))
+    types = Counter(
+        {f"{kind.__module__}.{kind.__qualname__}": many for kind, many in Counter(map(type, every)).items()}
+    )
     found = {"arrays": types["mlx.core.array"], "objects": types.total(), "types": dict(types.most_common(MOST))}
     written = COUNTS.with_suffix(".tmp")
     written.write_text(json.dumps(found))
