@@ -197,6 +197,10 @@ def id_of(role: NodeRole, url: str) -> str:
     return f"{role}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
+_CANCEL_AGAIN_S = 0.5
+"""Seconds after which tasks that have not ended are cancelled again."""
+
+
 @asynccontextmanager
 async def running(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs coroutines beside the block, and cancels them when it ends. If one raises, the block is cancelled and the
@@ -206,5 +210,7 @@ async def running(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
+            while not all(task.done() for task in tasks):  # `asyncio.wait_for` of Python 3.11 can swallow the first
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks, timeout=_CANCEL_AGAIN_S)
