@@ -48,7 +48,7 @@ def main() -> int:
         wrong = list[str]()
         for name, (fault, lasts) in FAULTS.items():
             tried = fail_each(client, fault, range(0, sys.maxsize, args.every), lasts)
-            report[name] = _record(name, tried) | {"answers_that_said_so": tried.said}
+            report[name] = _record(name, tried) | {"reported": tried.reported}
             wrong += tried.wrong
         report["slow"] = [_slow(client, fsync_s, quick=args.quick) for fsync_s in (0.0, 2.0, 10.0)]
         wrong += restarted(client)

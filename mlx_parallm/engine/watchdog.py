@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 
 _TICK_S = 1.0
 _GRACE_S = 10.0
-"""Seconds from the end of patience to the end of the process, if it has not ended by itself."""
+"""Seconds from the end of the limit to the end of the process, if it has not ended by itself."""
 LOADING_S = 3600.0
 """Loading a base model may take so long, in seconds, whatever the limit is: its files may be on a slow disk."""
 EXIT_HUNG = 1
@@ -91,7 +91,7 @@ class DeviceWatchdog:
         (stage, least_limit_s), seconds = now, self._ticks * self._tick_s
         limit_s = max(self._limit_s, least_limit_s)
         if seconds >= limit_s / 2:
-            self.notice = f"The device thread does not get on: {stage} has taken {seconds:.0f} s."
+            self.notice = f"The device thread seems to hang: {stage} has taken {seconds:.0f} s."
         return seconds >= limit_s
 
 

@@ -100,13 +100,13 @@ def _raise_soft_limit(wanted: int) -> int:
 # -- connections -----------------------------------------------------------------------------------
 
 
-class Turns:
-    """Calls what waits for its turn, in the order in which it came: a few calls in each iteration of the event loop."""
+class PacedStarts:
+    """Starts requests in the order in which they came, a few in each iteration of the event loop."""
 
     def __init__(self) -> None:
         self._waiting: deque[Callable[[], None]] = deque()
 
-    def wait(self, call: Callable[[], None]) -> None:
+    def add(self, call: Callable[[], None]) -> None:
         self._waiting.append(call)
         if len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._next)
@@ -135,7 +135,7 @@ class ConnectionLimits:
     access_log: bool
     lingering: int = 0
     idle: dict[LimitedProtocol, None] = field(default_factory=dict)
-    turns: Turns = field(default_factory=Turns)
+    starts: PacedStarts = field(default_factory=PacedStarts)
 
 
 class LimitedProtocol(H11Protocol):
@@ -183,10 +183,10 @@ class LimitedProtocol(H11Protocol):
             self._read(data)
         else:
             self._first_bytes = data
-            self._limits.turns.wait(self._begin)
+            self._limits.starts.add(self._begin)
 
     def _begin(self) -> None:
-        """Reads what came while the request waited for its turn."""
+        """Reads what came while the request waited to start."""
         data, self._first_bytes = self._first_bytes, b""
         if self.transport.is_closing() or self._refused:
             return

@@ -33,7 +33,7 @@ def test_work_that_does_not_end_is_a_hang() -> None:
     watched = watchdog()
     watched.begin("decoding")
     assert ticks(watched) == 1 + 8, "it is seen at the first tick, of a second each"
-    assert watched.notice == "The device thread does not get on: decoding has taken 8 s."
+    assert watched.notice == "The device thread seems to hang: decoding has taken 8 s."
 
 
 def test_neither_rest_nor_much_work_is_a_hang() -> None:

@@ -61,7 +61,7 @@ def test_what_fails_says_so_and_the_rest_goes_on(client: Client, fault: int, las
     tried = fail_each(client, fault, range(fault % 10, 150, 25), lasts)
     assert not tried.wrong
     assert tried.writes.total() >= 4
-    assert tried.said >= 1
+    assert tried.reported >= 1
 
 
 def test_sigkill_at_any_moment_leaves_what_was_acknowledged(client: Client, tmp_path: Path) -> None:

@@ -157,8 +157,8 @@ async def test_each_connection_of_a_burst_is_answered(serving, engine, late):
 
 
 async def test_probes_come_before_the_requests_of_a_burst(serving, monkeypatch):
-    """While requests wait for their turn, the server's health is answered."""
-    monkeypatch.setattr(connections.Turns, "_next", lambda turns: None)
+    """While requests wait to start, the server's health is answered."""
+    monkeypatch.setattr(connections.PacedStarts, "_next", lambda starts: None)
     async with serving() as server:
         waiting = [await opened(server, b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n") for _ in range(3)]
         async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S) as client:
@@ -182,8 +182,8 @@ async def test_a_client_that_has_gone_when_it_is_refused_leaves_nothing(serving,
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_failing_call_does_not_stop_the_turns_of_others():
-    turns, called = connections.Turns(), []
+async def test_a_failing_start_does_not_stop_those_of_others():
+    starts, called = connections.PacedStarts(), []
 
     def fail():
         called.append(0)
@@ -191,7 +191,7 @@ async def test_a_failing_call_does_not_stop_the_turns_of_others():
 
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     for call in [fail, *[lambda: called.append(1)] * 20]:
-        turns.wait(call)
+        starts.add(call)
     await eventually(lambda: called.count(1) == 20)
 
 

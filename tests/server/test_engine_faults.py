@@ -67,7 +67,7 @@ async def test_a_dead_engine_shows_in_health_and_takes_nothing(client, engine, s
 
 
 async def test_a_device_that_seems_to_hang_is_named_and_gets_nothing_new(client, engine, metric):
-    engine.state["stuck"] = "The device thread does not get on: a prefill has taken 301 s."
+    engine.state["stuck"] = "The device thread seems to hang: a prefill has taken 301 s."
     for response in (
         await client.get("/health"),
         await client.get("/ready"),

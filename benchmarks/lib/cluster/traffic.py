@@ -151,8 +151,8 @@ class Traffic:
         self.wrong += not _agree(answer, first)
 
     def pairs(self) -> tuple[int, int]:
-        """How often two versions in succession have answered the same prompt, and how often they cannot be told apart,
-        so that `wrong` would not show one in the place of the other."""
+        """How often two successive versions have answered the same prompt, and how often their answers agree, so that
+        `wrong` would not show that one was used in place of the other."""
         answers = {
             (prompt, int(version.rpartition("@")[2])): answer
             for (version, prompt), answer in self._known.items()

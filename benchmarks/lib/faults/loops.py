@@ -17,10 +17,16 @@ from benchmarks.lib.faults.served import Client, WrongAnswerError
 
 @dataclass
 class Tried:
-    """`writes`: those that were tried, by call. `said`: how many faults an answer told. `wrong`: what should not be."""
+    """What came of it.
+
+    Attributes:
+        writes: those that were tried, by system call.
+        reported: faults after which a request was refused.
+        wrong: broken promises, in words.
+    """
 
     writes: Counter[str] = field(default_factory=Counter)
-    said: int = 0
+    reported: int = 0
     wrong: list[str] = field(default_factory=list)
 
 
@@ -38,13 +44,13 @@ def fail_each(client: Client, fault: int, writes: Iterable[int], lasts: bool) ->
         wrong = _trouble(client)
         what, was_hit = disk.what, bool(disk.hits)
         disk.heal()
-        told = client.refused - before
+        refused = client.refused - before
         wrong = wrong or _recovery_trouble(client)
         tried.wrong += [f"{number} {what}: {each}" for each in wrong]
         if not was_hit:
             break
         tried.writes[what.partition(" ")[0]] += 1
-        tried.said += told > 0
+        tried.reported += refused > 0
     return tried
 
 
