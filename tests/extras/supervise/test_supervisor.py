@@ -17,13 +17,15 @@ from mlx_parallm.config.sources import Setting
 from mlx_parallm.extras.supervise.parent import run_folder
 
 SUPERVISE = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also when nohup runs the tests
 from mlx_parallm.extras.supervise import parent
 parent._QUICK_S, parent._LONGEST_PAUSE_S, parent._TICK_S, parent._STACKS_S = {quick}, 0.01, 0.05, 0.0
 sys.exit(parent.Supervisor([sys.executable, "-c", sys.argv[1]], {limit}).run())
 """
 SERVER = """
 import json, os, signal, socket, sys, time
+signal.alarm(120)  # it outlives its supervisor only if a test has failed
 supervisor = socket.socket(fileno=int(os.environ["SUPERVISED_MLX_PARALLM"]))
 begun = json.loads(supervisor.makefile().readline())
 def report(**fields): supervisor.sendall(json.dumps(fields).encode() + b"\\n")
