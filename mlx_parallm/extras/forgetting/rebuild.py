@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from dataclasses import replace
 
 from mlx_parallm.core.trajectories import Trajectory
@@ -34,6 +35,7 @@ class Rebuild:
 
     Args:
         file: the journal, which is read as updates need it.
+        worker: reads it.
         present: the settings of updates that name none, because an older version wrote them.
     """
 
@@ -42,6 +44,7 @@ class Rebuild:
         plan: RebuildPlan,
         forgotten: Forgotten,
         file: JournalFile,
+        worker: Executor,
         present: LearningSettings,
     ) -> None:
         self.rewards = RewardHistory()
@@ -49,7 +52,7 @@ class Rebuild:
         self.episodes = 0
         self.forgotten = forgotten
         self.plan = plan
-        self._file, self._present = file, present
+        self._file, self._worker, self._present = file, worker, present
         self._settings: Mapping[str, LearningSettings] = {}
 
     async def run(self, training: AdapterTraining, on_update: Callable[[int], None]) -> None:
@@ -60,7 +63,8 @@ class Rebuild:
         Raises:
             ConflictError: the journal lacks what an update has learnt from, or a new policy was made of another seed.
         """
-        self._settings = await asyncio.to_thread(self._file.settings)
+        loop = asyncio.get_running_loop()
+        self._settings = await loop.run_in_executor(self._worker, self._file.settings)
         plan = self.plan
         if plan.origin is not None:
             self.rewards.restore(plan.origin.metrics)
@@ -71,7 +75,7 @@ class Rebuild:
             if isinstance(change.body, Start):
                 self.rewards = RewardHistory()  # training that starts from elsewhere knows no earlier ones
                 continue
-            update = await asyncio.to_thread(self._prepared, change)
+            update = await loop.run_in_executor(self._worker, self._prepared, change)
             if update is None:
                 continue
             is_learnt = change.number in plan.learnt and update.batch.teaches

@@ -15,6 +15,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -240,11 +241,13 @@ class Forgetting:
         await journal.rewrite(())  # a compaction that is under way ends first
         forgotten = await self._found_now(name, intent)
         await self._note(intents)
-        with closing(JournalFile(self._journal, read_only=True)) as file:
-            steps = plan(name, await asyncio.to_thread(file.changes, name), training.checkpoints.cards(), forgotten)
+        # The worker ends before the file is closed, also when this is cancelled while it reads.
+        with closing(JournalFile(self._journal, read_only=True)) as file, ThreadPoolExecutor(1, "forgetting") as worker:
+            made = await asyncio.get_running_loop().run_in_executor(worker, file.changes, name)
+            steps = plan(name, made, training.checkpoints.cards(), forgotten)
             if steps is not None:
                 present = LearningSettings(training.config.seed, UpdateSettings.of(training.config))
-                rebuild = Rebuild(steps, forgotten, file, present)
+                rebuild = Rebuild(steps, forgotten, file, worker, present)
                 if refusal := await self._rebuild(rebuild, training, changes, intent.ignore_floor):
                     return refusal
                 if steps.continues is not None:

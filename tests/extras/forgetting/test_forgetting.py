@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -118,6 +121,25 @@ async def test_a_process_that_ends_on_the_way_goes_on_at_the_next_start(tmp_path
     async with run(tmp_path, **RARELY) as served:
         assert forgetting_of(served).card.state == "none", "it is not done twice"
         assert equal(await policy(served), control)
+
+
+async def test_the_journal_is_not_closed_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLite would end the process."""
+    reads, reading, trajectories = [], threading.Event(), JournalFile.trajectories
+
+    def slow(file: JournalFile, ids: Sequence[str]) -> dict[str, Trajectory]:
+        reading.set()
+        time.sleep(0.5)
+        reads.append(file._connection is not None)
+        return trajectories(file, ids)
+
+    async with run(tmp_path, **RARELY) as served:
+        await teach(served, range(6))
+        monkeypatch.setattr(JournalFile, "trajectories", slow)
+        await forgetting_of(served).begin(ForgetSpec(key="bob"))
+        await asyncio.to_thread(reading.wait, 60)
+    assert reads
+    assert all(reads)
 
 
 @pytest.mark.parametrize("failing", ["commit", "removal"])
