@@ -44,6 +44,7 @@ Float32 = NDArray[np.float32]
 
 _MAX_PATH = 4096
 _CONFIG_BYTES, _HEADER_BYTES = 2**20, 2**23
+_MAX_AXES, _MAX_SIDE = 8, 2**48
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".npz")
 _DAMAGED = "is truncated or damaged: copy or export it again"
@@ -252,11 +253,16 @@ def _missing(folder: Path, name: str) -> str:
 
 def _info(name: str, entry: Any) -> TensorInfo:
     dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
-    if not isinstance(dtype, str) or not isinstance(shape, list) or not all(type(side) is int for side in shape):
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not _sides(shape):
         raise problem(f"the header's entry of {shown(name)} is malformed: export the file again")
     if dtype not in _ITEM_BYTES:
         raise problem(f"{shown(name)} has dtype {shown(dtype)}: store it as F32, F16 or BF16")
     return TensorInfo(dtype, tuple(shape))
+
+
+def _sides(shape: list[Any]) -> bool:
+    """Whether these can be sides of an array. Nothing later has to look at longer ones, errors least."""
+    return len(shape) <= _MAX_AXES and all(type(side) is int and 0 <= side < _MAX_SIDE for side in shape)
 
 
 def _widened(name: str, info: TensorInfo, data: bytearray) -> Float32:

@@ -29,7 +29,7 @@ NAMES = sorted(module.name for module in pkgutil.iter_modules(targets.__path__))
 
 
 class TooSlow(BaseException):
-    """An input took more than `CPU_LIMIT_S` of processor time. It is no Exception, because readers may catch those."""
+    """An input took more than its limit of processor time. It is no Exception, because readers may catch those."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,15 @@ class Target:
         """The inputs that are kept, smallest first."""
         return sorted((CORPUS / self.name).iterdir(), key=lambda path: (path.stat().st_size, path.name))
 
+    def changes(self, inputs: Sequence[bytes], seed: int) -> Iterator[bytes]:
+        """Changes of these inputs, and changes of those, without end. The same seed makes the same ones."""
+        rng, later = Random(seed), list(inputs)
+        self.mutated(inputs[0], Random(seed))  # some look for words before their first change
+        while True:
+            at = rng.randrange(len(inputs))
+            later[at] = self.mutated(rng.choice((inputs, later))[at], rng)
+            yield later[at]
+
 
 def load(name: str) -> Target:
     """Imports a target, and with it what it tries."""
@@ -52,10 +61,11 @@ def load(name: str) -> Target:
 @dataclass
 class Runner:
     """Runs inputs within the limits. An input that fails is written to the folder `found`, and its error raised.
-    `slowest_s`: processor time of the slowest."""
+    `limit_s`: the most processor time of each. `slowest_s`: that of the slowest."""
 
     target: Target
     found: Path
+    limit_s: float = CPU_LIMIT_S
     count: int = 0
     slowest_s: float = 0.0
 
@@ -63,7 +73,7 @@ class Runner:
         """Raises what the target raises; TooSlow; MemoryError: the process has become too large."""
         began = time.process_time()
         try:
-            with _limited_time():
+            with _limited_time(self.limit_s):
                 self.target.run(data)
             if peak_bytes() > MEMORY_LIMIT:
                 raise MemoryError(f"the process has {peak_bytes() >> 20} MiB")
@@ -73,16 +83,6 @@ class Runner:
             raise
         self.count += 1
         self.slowest_s = max(self.slowest_s, time.process_time() - began)
-
-    def mutate(self, inputs: Sequence[bytes], seconds: float, seed: int) -> None:
-        """Runs changes of these inputs, and changes of those, for so many seconds."""
-        rng, later = Random(seed), list(inputs)
-        self.target.mutated(inputs[0], Random(seed))  # some look for words before their first change
-        ends = time.monotonic() + seconds
-        while time.monotonic() < ends:
-            at = rng.randrange(len(inputs))
-            later[at] = data = self.target.mutated(rng.choice((inputs, later))[at], rng)
-            self(data)
 
 
 def peak_bytes() -> int:
@@ -94,15 +94,15 @@ def peak_bytes() -> int:
 
 
 @contextmanager
-def _limited_time() -> Iterator[None]:
+def _limited_time(seconds: float) -> Iterator[None]:
     """Raises TooSlow between two instructions of Python; what never returns to Python is left to a time limit of the
     process."""
 
     def late(*_: object) -> None:
-        raise TooSlow(f"more than {CPU_LIMIT_S:g} s of processor time")
+        raise TooSlow(f"more than {seconds:g} s of processor time")
 
     before = signal.signal(signal.SIGPROF, late)
-    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
