@@ -32,7 +32,7 @@ from benchmarks.lib.soak.serving import Point, Server, prepare
 
 POINT_S = 5.0
 SHARE_OF_A_RESTART = 1 / 15
-UPDATES_BEFORE, QUICK_UPDATES = (1100, 150), (20, 5)
+UPDATES_BEFORE, QUICK_UPDATES = (50, 1100), (20, 5)
 """Updates that are in the journal before the load: small ones, and of collected answers. It is then as large as it may
 be, because it keeps 1,100."""
 WARM_UP = 0.3

@@ -517,5 +517,7 @@ class ContinuousBatchProcessor:
 
 def _free() -> None:
     """Frees the arrays of objects that refer to each other, and MLX's freed buffers."""
+    gc.unfreeze()  # a base model with which the process has begun may be among them
     gc.collect()
+    gc.freeze()
     mx.clear_cache()

@@ -152,6 +152,7 @@ async def test_memory_is_given_back(models, loads, limits_restored) -> None:
     before = mx.get_active_memory()
     async with serving(folder, weights=sum(sizes.values()), model__idle_unload=0.05) as (client, _):
         await asyncio.gather(ask(client, body("one", 1)), ask(client, body("two", 1)))
+        gc.freeze()  # as a server does once it has started
         while await states(client) != {"one": "idle", "two": "idle"}:
             await asyncio.sleep(0.02)
         gc.collect()
