@@ -64,7 +64,8 @@ class Webhook:
         if self._worker is None:
             return
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._queue.join(), _CLOSE_S)
+            async with asyncio.timeout(_CLOSE_S):
+                await self._queue.join()
         self._worker.cancel()
         with suppress(asyncio.CancelledError):
             await self._worker

@@ -97,7 +97,8 @@ class RegistryFollower:
             tasks.create_task(read())
             while True:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(news.wait(), _TRY_AGAIN_S if self._try_again else None)
+                    async with asyncio.timeout(_TRY_AGAIN_S if self._try_again else None):
+                        await news.wait()
                 news.clear()
                 try:
                     await self._follow(self.state)

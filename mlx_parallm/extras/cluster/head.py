@@ -215,7 +215,8 @@ async def head(settings: HeadSettings, adapters: NodeAdapters) -> AsyncIterator[
         node = Head(settings, token, adapters, connection, nats)
         await stack.enter_async_context(node.taking_part(connection))
         with suppress(TimeoutError):  # a client that asks at once must not hear that an adapter is unknown
-            await asyncio.wait_for(node.follower.followed.wait(), _FOLLOWS_S)
+            async with asyncio.timeout(_FOLLOWS_S):
+                await node.follower.followed.wait()
         yield node
 
 

@@ -56,11 +56,13 @@ class Lease:
                 self._changed.clear()
                 await self._renew()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), RENEWAL_S)
+                    async with asyncio.timeout(RENEWAL_S):
+                        await self._changed.wait()
         finally:
             if self._connection.connected:
                 with suppress(NatsError, TimeoutError):  # then the entry expires by itself
-                    await asyncio.wait_for(self._connection.nodes.delete(self._describe().id), RENEWAL_S)
+                    async with asyncio.timeout(RENEWAL_S):
+                        await self._connection.nodes.delete(self._describe().id)
 
     async def _renew(self) -> None:
         info = self._describe()

@@ -117,7 +117,8 @@ class NatsServer:
             return
         self.process.terminate()
         try:
-            await asyncio.wait_for(self.process.wait(), _STOP_S)
+            async with asyncio.timeout(_STOP_S):
+                await self.process.wait()
         except TimeoutError:  # its state on the disk survives that
             self.process.kill()
             await self.process.wait()
@@ -218,7 +219,8 @@ async def _answers(port: int) -> bool:
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
-            return (await asyncio.wait_for(reader.readline(), 2)).startswith(b"INFO")
+            async with asyncio.timeout(2):
+                return (await reader.readline()).startswith(b"INFO")
         finally:
             writer.close()
     except (OSError, TimeoutError):

@@ -95,7 +95,8 @@ class TrainerLease:
                 await self._renew()
         finally:
             with suppress(NatsError, TimeoutError):  # then it ends by itself
-                await asyncio.wait_for(self._bucket.delete(key_of(self._name), last=self._revision), _RENEWAL_S)
+                async with asyncio.timeout(_RENEWAL_S):
+                    await self._bucket.delete(key_of(self._name), last=self._revision)
 
     async def _renew(self) -> None:
         try:

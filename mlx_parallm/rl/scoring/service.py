@@ -184,7 +184,8 @@ class ScoringService:
             rule = Rule(collection.client, scorer, "")
             message = {"check": scorer, "metadata": {key: collection.metadata[key]}}
             try:
-                reply = await asyncio.wait_for(self._checks.run(rule, 1, message), _WAIT_S)
+                async with asyncio.timeout(_WAIT_S):
+                    reply = await self._checks.run(rule, 1, message)
                 self._refusals[digest] = str(reply["refused"])
             except TimeoutError as error:
                 raise OverloadedError("The metadata of other requests is being checked; try again.") from error

@@ -102,7 +102,8 @@ class _Connection:
         while not self.member.lost.is_set():
             self.heard = False
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.member.lost.wait(), BEAT_S)
+                async with asyncio.timeout(BEAT_S):
+                    await self.member.lost.wait()
             silent = 0 if self.heard else silent + 1
             if silent == _SILENT_BEATS and not self.member.lost.is_set():
                 error = NodeUnreachableError(f"nothing has come from node {node} for {silent * BEAT_S:g} s")
