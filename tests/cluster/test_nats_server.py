@@ -211,6 +211,14 @@ async def test_a_port_that_another_program_keeps_is_given_up(tmp_path, monkeypat
             assert server.listening.token == first.token
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"port": 1}'])
+async def test_a_damaged_file_of_its_port_is_said_to_be(content, tmp_path):
+    (tmp_path / "nats.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"nats\.json is damaged: remove it"):
+        async with nats_server(tmp_path, "127.0.0.1"):
+            pass
+
+
 async def test_a_wrong_token_is_refused(tmp_path):
     async with nats_server(tmp_path, "127.0.0.1") as server:
         url = address_of(server).url

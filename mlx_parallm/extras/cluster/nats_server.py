@@ -168,9 +168,16 @@ def find_program() -> Path:
 
 
 def _listening(folder: Path, host: str) -> Listening:
-    """The port and the token of the last time, or new ones."""
+    """The port and the token of the last time, or new ones.
+
+    Raises:
+        ConfigError: the file that says them is damaged, or no port is free.
+    """
     file = folder / "nats.json"
-    last = Listening(**json.loads(file.read_bytes())) if file.exists() else Listening(0, secrets.token_urlsafe(32))
+    try:
+        last = Listening(**json.loads(file.read_bytes())) if file.exists() else Listening(0, secrets.token_urlsafe(32))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file} is damaged: remove it, and start the other nodes of the cluster again") from error
     now = Listening(_free_port(host, last.port), last.token)
     if now != last:
         atomic.replace_file(file, json.dumps(asdict(now)).encode(), 0o600)
