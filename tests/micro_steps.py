@@ -19,7 +19,7 @@ class MicroSteps:
 
     @property
     def bytes_held(self) -> int:
-        return self.held + self.bytes_of_updates
+        return self.held
 
     def waits(self) -> bool:
         return self.left > 0
