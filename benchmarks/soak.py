@@ -32,12 +32,11 @@ from benchmarks.lib.soak.serving import Point, Server, prepare
 
 POINT_S = 5.0
 SHARE_OF_A_RESTART = 1 / 15
-UPDATES_BEFORE, QUICK_UPDATES = (50, 1100), (20, 5)
-"""Updates that are in the journal before the load: small ones, and of collected answers. It is then as large as it may
-be, because it keeps 1,100."""
+UPDATES_BEFORE, QUICK_UPDATES = 900, 25
+"""Updates that are in the journal before the load. With those of the warm-up, they are the 1,100 that it keeps."""
 WARM_UP = 0.3
 """Part of the measured process's time after which it must not grow."""
-MINUTE_S, WINDOW_S = 60.0, 180.0
+MINUTE_S, WINDOW_S = 60.0, 360.0
 QUIET_CORES = 0.25
 """Cores that other programs may take in a minute whose latencies count."""
 GROWING = {
@@ -182,11 +181,11 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> tuple[Run, Run
             if hostile:
                 known, _ = await asyncio.gather(
                     controls(server.port, keys["good"]),
-                    server.fill_journal(*(QUICK_UPDATES if arguments.quick else UPDATES_BEFORE)),
+                    server.fill_journal(QUICK_UPDATES if arguments.quick else UPDATES_BEFORE),
                 )
                 print(f"{len(known)} questions with a control", flush=True)
             else:
-                await server.fill_journal(1, 0)  # from now on the adapter in training is served
+                await server.fill_journal(1)  # from now on the adapter in training is served
             print(name, flush=True)
             runs.append(await soak(server, known, parts, hostile))
         finally:

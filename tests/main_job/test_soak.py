@@ -25,7 +25,7 @@ async def test_nothing_is_lost_or_wrong_or_left_behind(tmp_path: Path) -> None:
     server = Server(tmp_path, tmp_path / "run", prepare(tmp_path))
     try:
         await server.start()
-        await server.fill_journal(small=1, collected=0)  # from now on the adapter in training is served
+        await server.fill_journal(1)  # from now on the adapter in training is served
         known = await controls(server.port, server.keys["good"])
         run = await soak(server, known, (0.25, 0.25), hostile=True)
     finally:

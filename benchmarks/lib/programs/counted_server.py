@@ -18,13 +18,15 @@ MOST = 40
 
 def count(*_: Any) -> None:
     """Writes how many MLX arrays and how many objects in all Python's garbage collector knows, and the most of a
-    type."""
+    type. Those that have lived since the start, or since a base model was unloaded, are frozen: they count too."""
+    gc.unfreeze()
     # One call of C code: while another thread runs, nothing may hold a tuple that it is still making.
     every = chain.from_iterable(map(gc.get_objects, (None,)))
     types = Counter(
         {f"{kind.__module__}.{kind.__qualname__}": many for kind, many in Counter(map(type, every)).items()}
     )
     found = {"arrays": types["mlx.core.array"], "objects": types.total(), "types": dict(types.most_common(MOST))}
+    gc.freeze()
     written = COUNTS.with_suffix(".tmp")
     written.write_text(json.dumps(found))
     written.replace(COUNTS)

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from benchmarks.lib.durability.processes import free_port, small_model
 from benchmarks.lib.machine import processor_seconds, resident_bytes
-from benchmarks.lib.prompts import WORDS
 from benchmarks.lib.soak.asking import COMPLETIONS, ask
+from benchmarks.lib.soak.changing import REWARDED
 from benchmarks.lib.soak.good import ADAPTERS
 from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.server.access import Role, new_key, write_keys
@@ -39,9 +39,11 @@ VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": "262144",
 }
 GIVEN = [
-    {"prompt_token_ids": [5, 6], "completion_token_ids": [token, 2], "reward": reward, "group_id": "a"}
-    for token, reward in ((8, 1), (9, 0))
+    {"prompt_token_ids": [5, 6], "completion_token_ids": [token, 2], "reward": token - 8, "group_id": "a"}
+    for token in (8, 9)
 ]
+GROUP = {"prompt": "a b c", "n": 8, "max_tokens": 8, "collect_trajectory": True}
+"""As many answers as an update under load has on average, so that its row of the journal is as large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +120,15 @@ class Server:
         if self.process is not None:
             self.process.kill()
 
-    async def fill_journal(self, small: int, collected: int) -> None:
-        """Makes so many small updates, and then those of so many groups of collected answers, one after the other."""
-        for _ in range(small):
-            await self._post("/v1/training/update", trajectories=GIVEN)
-        for number in range(collected):
-            body = {"prompt": " ".join(WORDS[number % 9 :][:8]), "n": 4, "max_tokens": 8, "collect_trajectory": True}
-            answer = await self._post(COMPLETIONS, **body)
-            for at, trajectory in enumerate(answer["trajectory_ids"]):
-                await self._post("/v1/training/feedback", trajectory_id=trajectory, score=at % 2)
+    async def fill_journal(self, updates: int) -> None:
+        """Makes so many updates, one after the other. Rewards have come from two other sources before: the rows of the
+        journal, which have what is known of each source, are then as large as under load."""
+        await self._post("/v1/training/update", trajectories=GIVEN)
+        answer = await self._post(COMPLETIONS, **GROUP)
+        for at, trajectory in enumerate(answer["trajectory_ids"]):
+            await self._post("/v1/training/feedback", trajectory_id=trajectory, score=at % 2)
+        for _ in range(updates):
+            await self._post(COMPLETIONS, **GROUP, **REWARDED)
 
     async def _post(self, path: str, **body: Any) -> Any:
         reply = await ask(self.port, path, body, self.keys["admin"])
