@@ -32,6 +32,8 @@ from typing import Any
 from benchmarks.lib import machine
 from benchmarks.lib.durability.processes import end, free_port, get, post, small_model, start
 
+CALM_S = 60.0
+"""Seconds without a fault before each fifth one: a server that fails so soon six times in a row is given up."""
 PROBE_S = 2.0
 """A probe that a server has accepted just before its end may hang for so long."""
 NOT_UP = (OSError, ValueError, HTTPException)
@@ -132,7 +134,7 @@ def _faults(
     thread.start()
     try:
         for number in range(count):
-            after = dice.uniform(0, longest)
+            after = dice.uniform(0, longest) + (CALM_S if number % 5 == 4 else 0.0)
             time.sleep(after)
             what = ("killed", "stopped")[number % 2]
             acknowledged = max(steps)
