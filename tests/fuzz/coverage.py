@@ -24,12 +24,14 @@ def main(name: str, options: list[str]) -> None:
         target = load(name)
     found = Path(os.environ["FUZZ_FOUND"])
     runner, report = Runner(target, found), found.with_name("report.json")
+    written = dict[str, float]()
 
     def one(data: bytes) -> None:
-        slowest = runner.slowest_s
         runner(data)
-        if runner.slowest_s > slowest:
-            report.write_text(json.dumps({"slowest_s": round(runner.slowest_s, 3)}))
+        figures = {"slowest_s": round(runner.slowest_s, 3), "peak_mb": runner.peak >> 20}
+        if figures != written:
+            written.update(figures)
+            report.write_text(json.dumps(figures))
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         rng = Random(seed)

@@ -61,13 +61,15 @@ def load(name: str) -> Target:
 @dataclass
 class Runner:
     """Runs inputs within the limits. An input that fails is written to the folder `found`, and its error raised.
-    `limit_s`: the most processor time of each. `slowest_s`: that of the slowest."""
+    `limit_s`: the most processor time of each. `slowest_s`: that of the slowest. `peak`: the most bytes that the
+    process has had."""
 
     target: Target
     found: Path
     limit_s: float = CPU_LIMIT_S
     count: int = 0
     slowest_s: float = 0.0
+    peak: int = 0
 
     def __call__(self, data: bytes) -> None:
         """Raises what the target raises; TooSlow; MemoryError: the process has become too large."""
@@ -75,8 +77,9 @@ class Runner:
         try:
             with _limited_time(self.limit_s):
                 self.target.run(data)
-            if peak_bytes() > MEMORY_LIMIT:
-                raise MemoryError(f"the process has {peak_bytes() >> 20} MiB")
+            self.peak = peak_bytes()
+            if self.peak > MEMORY_LIMIT:
+                raise MemoryError(f"the process has {self.peak >> 20} MiB")
         except BaseException:
             self.found.mkdir(parents=True, exist_ok=True)
             (self.found / f"{self.target.name}-{hashlib.sha1(data).hexdigest()[:16]}").write_bytes(data)
