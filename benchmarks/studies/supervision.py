@@ -10,7 +10,6 @@ been acknowledged and are not there then, and greedy answers of a loaded adapter
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import shutil
@@ -21,16 +20,16 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from http.client import HTTPException
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks.lib import machine
+from benchmarks.lib import machine, report
 from benchmarks.lib.durability.processes import end, free_port, get, post, small_model, start
+from benchmarks.lib.figures import Figure, errors, reported
 
 CALM_S = 60.0
 """Seconds without a fault before each fifth one: a server that fails so soon six times in a row is given up."""
@@ -63,7 +62,7 @@ def main() -> int:
     parser.add_argument("--longest", type=float, default=15.0, help="Latest moment of a fault, in seconds.")
     parser.add_argument("--quick", action="store_true", help="A small random model, 2 faults within 2 s.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/supervision.json"))
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "supervision.json")
     args = parser.parse_args()
     if args.quick:
         args.faults, args.longest = 2, 2.0
@@ -75,24 +74,24 @@ def main() -> int:
         with _served(folder, args.limit) as (process, base):
             found = list(_faults(args.faults, args.longest, dice, process, base, folder))
             status, _ = end(process, signal.SIGTERM, 0.0)
-    away = {what: [fault.away_s for fault in found if fault.what == what] for what in ("killed", "stopped")}
-    summary = {
-        what: {"count": len(times), "away_s_p50": round(median(times), 2), "away_s_max": max(times)}
-        for what, times in away.items()
-        if times
-    }
-    lost, different = sum(fault.lost for fault in found), sum(not fault.same for fault in found)
-    print(json.dumps({**summary, "lost": lost, "different_answers": different, "exit_status": status}))
+    judged = [*figures(found), errors("exit status after SIGTERM", status)]
+    report.show(judged)
     record = {
         "machine": machine.describe(),
-        "limit_s": args.limit,
-        **summary,
-        "lost": lost,
-        "different_answers": different,
-        "faults": [asdict(fault) for fault in found],
+        "setting": report.setting(args),
+        "faults": [asdict(each) for each in found],
     }
-    args.out.write_text(json.dumps(record, indent=1) + "\n")
-    return 0 if not (lost or different or status) else 1
+    report.write(args.out, record, judged)
+    return int(any(figure.met is False for figure in judged))
+
+
+def figures(found: Sequence[Fault]) -> Iterator[Figure]:
+    for what in ("killed", "stopped"):
+        away = [fault.away_s for fault in found if fault.what == what]
+        yield Figure(f"servers that were {what}", "", *reported([len(away)]))
+        yield Figure(f"until the next answer, of one that was {what}", "s", *reported(away))
+    yield errors("acknowledged adapters and updates that were lost", sum(fault.lost for fault in found))
+    yield errors("answers that were not as before", sum(not fault.same for fault in found))
 
 
 @contextmanager
