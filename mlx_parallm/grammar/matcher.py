@@ -13,6 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
@@ -37,6 +38,7 @@ _IN_OTHER_WORDS: Sequence[tuple[str, str]] = (
     (r"\s*<non-verbose/>", ""),
     (r"NoExtensionBias", "nothing satisfies it, because it refers to itself without an end"),
     (r"parser error: Too many items.*", TOO_COMPLEX),
+    (r"initial lexer configuration \(grammar\) too big.*", "its patterns and constants are too long"),
     (r"anyOf is empty", "an enum or anyOf is empty"),
     (r"Pointer '(.*)' does not exist", r"$ref '#\1' is not part of the schema"),
     (r"Unsatisfiable schema", "nothing satisfies it"),
@@ -59,8 +61,14 @@ def in_other_words(reason: str, kind: GrammarKind) -> str:
     return " ".join(reason.split())[:MAX_CHARACTERS]
 
 
-_LIMITS = LLParserLimits(max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
-"""llguidance's other limits keep their defaults, which allow at most about 15 ms of work for a token."""
+_limits = partial(LLParserLimits, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
+_LIMITS, _LIMITS_OF_PATTERNS = _limits(), _limits(initial_lexer_fuel=25_000)
+"""llguidance's other limits keep their defaults, which allow at most about 15 ms of work for a token. None of them sees
+the `n` * `n` steps that a pattern with `n` parts takes which may be left out; the second ones bound `n`, so that these
+take at most about 0.1 s. An object with 1,000 properties, or 1,800 constants of 30 characters, keep to them too."""
+_WITH_PATTERNS = frozenset({GrammarKind.REGEX, GrammarKind.GRAMMAR})
+_PATTERN = '"pattern'
+"""How both keywords of JSON schemas begin that have patterns."""
 
 _COMPACT_JSON: Any = dict(COMPACT_JSON)
 _ALL_BITS = 0xFF
@@ -84,7 +92,9 @@ def build_matcher(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
         definition = _definition(spec)
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(in_other_words(str(error), spec.kind)) from None
-    matcher = LLMatcher(tokenizer, definition, log_level=0, limits=_LIMITS)
+    patterns = _PATTERN in definition or any(part.kind in _WITH_PATTERNS for part in parts_of(spec))
+    limits = _LIMITS_OF_PATTERNS if patterns else _LIMITS
+    matcher = LLMatcher(tokenizer, definition, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
     first = matcher.deep_copy()

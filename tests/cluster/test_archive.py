@@ -70,8 +70,9 @@ def test_a_folder_arrives_as_it_was_packed(tmp_path):
         tar(file(CONFIG), file(f"../{WEIGHTS}")),
         tar(file(CONFIG), (WEIGHTS, b"", tarfile.SYMTYPE)),
         tar(file(CONFIG), (WEIGHTS, b"x", tarfile.CONTTYPE)),
+        tar(file(CONFIG), ("a", b"9" * 30 + b" path=a\n", tarfile.XHDTYPE)),
     ],
-    ids=["text", "empty", "cut off", "no weights", "another file", "a path", "a link", "another kind"],
+    ids=["text", "empty", "cut off", "no weights", "another file", "a path", "a link", "another kind", "a length"],
 )
 def test_what_is_no_adapter_is_refused_and_leaves_nothing(tmp_path, archive):
     with pytest.raises(AdapterFileError):

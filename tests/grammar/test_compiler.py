@@ -130,6 +130,10 @@ def test_a_token_that_is_not_allowed_is_an_error_from_then_on(compiler: LLCompil
     assert len(allowed(state)) >= VOCAB, "a batch is masked all the same; the row's error is told by accept"
 
 
+MANY_PARTS = "a?" * 10_000
+"""Its first token would take a second, and no limit of llguidance sees that."""
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -142,6 +146,10 @@ def test_a_token_that_is_not_allowed_is_an_error_from_then_on(compiler: LLCompil
         schema(False),
         GrammarSpec(GrammarKind.REGEX, "(unclosed"),
         GrammarSpec(GrammarKind.REGEX, "a{1000}{1000}{1000}"),
+        GrammarSpec(GrammarKind.REGEX, MANY_PARTS),
+        schema({"type": "string", "pattern": f"^({MANY_PARTS})$"}),
+        schema({"type": "object", "patternProperties": {f"^({MANY_PARTS})$": {}}}),
+        GrammarSpec(GrammarKind.GRAMMAR, f"start: A\nA: /{MANY_PARTS}/"),
         GrammarSpec(GrammarKind.GRAMMAR, "start: nobody"),
         GrammarSpec(GrammarKind.GRAMMAR, "start: start start"),
     ],

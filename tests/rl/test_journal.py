@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -435,6 +436,16 @@ async def test_a_damaged_journal_is_told_and_not_passed_over(path: Path) -> None
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"damaged .*restore it from a backup"):
         JournalFile(path)
+
+
+async def test_so_is_a_change_that_cannot_be(path: Path) -> None:
+    journal = Journal(JournalFile(path))
+    await journal.changed(PolicyChange("math", 1, 0.0, Rollback("checkpoint-1", ("math@1",), rebuilt=1)))
+    await journal.close()
+    with closing(sqlite3.connect(path)) as file, file:
+        file.execute("UPDATE changes SET body = json_set(body, '$.lineage', json('[]'))")
+    with pytest.raises(ConfigError, match="damaged"):
+        JournalFile(path).changes_since("math", 0)
 
 
 def test_an_empty_file_that_a_crash_has_left_is_a_new_journal(path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlx_parallm import atomic
 from mlx_parallm.adapters.formats import CONFIG_FILE, MLX_LM_WEIGHTS, PEFT_WEIGHTS
-from mlx_parallm.errors import AdapterFileError
+from mlx_parallm.errors import MALFORMED, AdapterFileError
 
 _FILES = frozenset({CONFIG_FILE, PEFT_WEIGHTS, MLX_LM_WEIGHTS})
 
@@ -59,7 +59,7 @@ def _contents(data: bytes) -> dict[str, bytes]:
                 if file is None:
                     raise AdapterFileError(f"the archive has an entry that is no adapter's file: {entry.name[:80]!a}")
                 contents[entry.name] = file.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except (*MALFORMED, tarfile.TarError, EOFError, OSError) as error:
         raise AdapterFileError(f"the archive is not a tar file: {error}") from error
     if CONFIG_FILE not in contents or len(contents) != 2:
         raise AdapterFileError(f"the archive must have two files: {CONFIG_FILE} and the weights")

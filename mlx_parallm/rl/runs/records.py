@@ -151,6 +151,10 @@ class Rollback:
     baselines: Mapping[str, float] | None = None
     rebuilt: int = 0
 
+    def __post_init__(self) -> None:
+        if self.rebuilt and not self.lineage:
+            raise ValueError("a policy that was made again has no version")
+
 
 @dataclass(frozen=True, slots=True)
 class Update:
