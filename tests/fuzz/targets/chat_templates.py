@@ -22,6 +22,8 @@ PIECES = (
     "{{ cycler.__init__.__globals__ }}", "{{ x | attr('__class__') }}", "{% macro f() %}",
     "{{ strftime_now('%Y') }}", "{{ ''.format_map }}", "{{ '{0.__class__}'.format(x) }}", "{% include 'a' %}",
 )  # fmt: skip
+LONGEST = 1000
+"""Jinja takes the square of the length of an expression to compile it, or more. Clients send no templates."""
 mutated = json_with(
     ["template", "messages", "variables", "role", "content", "tool_calls", "function", "name", "arguments", "tools"],
     [*KINDS, *ROLES, *PIECES, "<|im_start|>", "<think>", "</think>", {"role": "user", "content": "x"}],
@@ -55,6 +57,7 @@ def run(data):
         messages, template = checked(given), given["template"]
         variables = {name: value for name, value in given.get("variables", {}).items() if name in ("tools", "x")}
         assert isinstance(template, str)
+        assert len(template) <= LONGEST
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         return
     tokenizer = tokenizer_of(template if template in KINDS else "chatml")
