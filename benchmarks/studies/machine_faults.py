@@ -14,22 +14,23 @@ from __future__ import annotations
 import argparse
 import copy
 import errno
-import json
 import shutil
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib import machine
+from benchmarks.lib import machine, report
 from benchmarks.lib.faults.kept import Acknowledged
 from benchmarks.lib.faults.loops import Tried, each_moment, fail_each, restarted
 from benchmarks.lib.faults.served import Client, Server, running
+from benchmarks.lib.figures import Figure, errors, reported
 
 FAULTS = {"full": (errno.ENOSPC, True), "read_only": (errno.EROFS, True), "one_error": (errno.EIO, False)}
-FIRST_ROUNDS, IDLE_S = 3, 3.0
+FIRST_ROUNDS, IDLE_S, WAITS_S = 3, 3.0, 2.0
 
 
 def main() -> int:
@@ -37,31 +38,45 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="Try each so-many-th write only.")
     parser.add_argument("--restarts", type=int, default=20, help="Servers that are started from an image.")
     parser.add_argument("--quick", action="store_true", help="Each 20th write, 2 restarts.")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/machine_faults.json"))
+    parser.add_argument("--out", type=Path, default=report.RESULTS / "machine_faults.json")
     args = parser.parse_args()
     if args.quick:
         args.every, args.restarts = 20, 2
-    report: dict[str, Any] = {"machine": machine.describe()}
+    record: dict[str, Any] = {"machine": machine.describe(), "setting": report.setting(args)}
     with tempfile.TemporaryDirectory() as temporary, running(Server(Path(temporary) / "server")) as client:
         for _ in range(FIRST_ROUNDS):
             client.round()
         wrong = list[str]()
         for name, (fault, lasts) in FAULTS.items():
             tried = fail_each(client, fault, range(0, sys.maxsize, args.every), lasts)
-            report[name] = _record(name, tried) | {"reported": tried.reported}
+            record[name] = _record(name, tried) | {"reported": tried.reported}
             wrong += tried.wrong
-        report["slow"] = [_slow(client, fsync_s, quick=args.quick) for fsync_s in (0.0, 2.0, 10.0)]
+        record["slow"] = [_slow(client, fsync_s, quick=args.quick) for fsync_s in (0.0, 2.0, 10.0)]
         wrong += restarted(client)
         moments, at_start, images = _moments(client, Path(temporary), args.restarts)
-        report["killed"], report["killed_at_start"] = _record("killed", moments), _record("killed at start", at_start)
+        record["killed"], record["killed_at_start"] = _record("killed", moments), _record("killed at start", at_start)
         found = _from_images(client, images)
-        report["restarts"] = {"count": len(images), "lost": len(found)}
+        record["restarts"] = {"count": len(images), "lost": len(found)}
         wrong += [*moments.wrong, *at_start.wrong, *found]
-    report["wrong"] = wrong
+    record["wrong"] = wrong
     print(*wrong, sep="\n")
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
-    waits = max(each["longest_other_s"] for each in report["slow"])
-    return 1 if wrong or waits >= 2 else 0
+    judged = list(figures(record))
+    report.show(judged)
+    report.write(args.out, record, judged)
+    return int(any(figure.met is False for figure in judged))
+
+
+def figures(record: Mapping[str, Any]) -> Iterator[Figure]:
+    for name in (*FAULTS, "killed", "killed_at_start"):
+        one, title = record[name], name.replace("_", " ")
+        yield Figure(f"{title}: writes", "", *reported([one["writes"]]))
+        yield errors(f"{title}: lost, or not said", one["wrong"])
+    yield Figure("restarts from what a kill has left", "", *reported([record["restarts"]["count"]]))
+    yield errors("acknowledged and lost after such a restart", record["restarts"]["lost"])
+    for one in record["slow"]:
+        disk = f"a disk that takes {one['fsync_s']:g} s to sync"
+        yield Figure(f"{disk}: longest other request", "s", *reported([one["longest_other_s"]]), WAITS_S)
+        yield Figure(f"{disk}: longest /health", "s", *reported([one["longest_health_s"]]), WAITS_S)
 
 
 def _record(name: str, tried: Tried) -> dict[str, Any]:

@@ -470,7 +470,7 @@ class JournalFile:
     def newest_version(self, adapter: str) -> int:
         """The number of the newest version of an adapter that an update has published; 0 if there is none."""
         ((version, _),) = self.rows(_NEWEST_VERSION, adapter) or [(0, 0)]
-        return self._read(int, version)
+        return max(0, self._read(int, version))
 
     def newest_version_change(self, adapter: str) -> int:
         """The number of the change that has published that version; 0 if there is none."""
