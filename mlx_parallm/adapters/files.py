@@ -261,7 +261,7 @@ def _info(name: str, entry: Any) -> TensorInfo:
 
 
 def _sides(shape: list[Any]) -> bool:
-    """Whether these can be sides of an array. Nothing later has to look at longer ones, errors least."""
+    """Whether these can be the sides of an array. Errors quote a shape, so it may not be long."""
     return len(shape) <= _MAX_AXES and all(type(side) is int and 0 <= side < _MAX_SIDE for side in shape)
 
 

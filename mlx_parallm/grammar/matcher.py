@@ -38,7 +38,7 @@ _IN_OTHER_WORDS: Sequence[tuple[str, str]] = (
     (r"\s*<non-verbose/>", ""),
     (r"NoExtensionBias", "nothing satisfies it, because it refers to itself without an end"),
     (r"parser error: Too many items.*", TOO_COMPLEX),
-    (r"initial lexer configuration \(grammar\) too big.*", "its patterns and constants are too long"),
+    (r"initial lexer configuration \(grammar\) too big.*", "its regular expressions and constants are too long in all"),
     (r"anyOf is empty", "an enum or anyOf is empty"),
     (r"Pointer '(.*)' does not exist", r"$ref '#\1' is not part of the schema"),
     (r"Unsatisfiable schema", "nothing satisfies it"),
@@ -63,12 +63,13 @@ def in_other_words(reason: str, kind: GrammarKind) -> str:
 
 _limits = partial(LLParserLimits, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False)
 _LIMITS, _LIMITS_OF_PATTERNS = _limits(), _limits(initial_lexer_fuel=25_000)
-"""llguidance's other limits keep their defaults, which allow at most about 15 ms of work for a token. None of them sees
-the `n` * `n` steps that a pattern with `n` parts takes which may be left out; the second ones bound `n`, so that these
-take at most about 0.1 s. An object with 1,000 properties, or 1,800 constants of 30 characters, keep to them too."""
+"""The limits of any grammar, and of one with regular expressions. llguidance's other limits keep their defaults, which
+allow about 15 ms of work for a token. They miss one kind of work: a regular expression of `n` optional parts, such as
+`a?a?a?`, takes `n` * `n` steps for a single token. A limit on the size of the lexer bounds `n`, to some 0.15 s. An
+object with 1,000 properties, or 1,800 constants of 30 characters, would keep to it too."""
 _WITH_PATTERNS = frozenset({GrammarKind.REGEX, GrammarKind.GRAMMAR})
 _PATTERN = '"pattern'
-"""How both keywords of JSON schemas begin that have patterns."""
+"""The beginning of `"pattern"` and `"patternProperties"`, which bring regular expressions into a JSON schema."""
 
 _COMPACT_JSON: Any = dict(COMPACT_JSON)
 _ALL_BITS = 0xFF

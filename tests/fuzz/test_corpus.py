@@ -1,5 +1,5 @@
-"""Every target keeps its promise for the inputs that are kept and, on every CI run, for the same few
-hundred others. `scripts/fuzz` looks for new ones, guided by the branches that inputs reach."""
+"""Every target keeps its promise for the inputs that are kept and, on every CI run, for the same 200
+changes of them. `scripts/fuzz` looks for new ones, guided by the branches that inputs reach."""
 
 import json
 import os

@@ -438,7 +438,7 @@ async def test_a_damaged_journal_is_told_and_not_passed_over(path: Path) -> None
         JournalFile(path)
 
 
-async def test_so_is_a_change_that_cannot_be(path: Path) -> None:
+async def test_a_change_that_cannot_be_is_damage_too(path: Path) -> None:
     journal = Journal(JournalFile(path))
     await journal.changed(PolicyChange("math", 1, 0.0, Rollback("checkpoint-1", ("math@1",), rebuilt=1)))
     await journal.close()

@@ -121,13 +121,13 @@ class Server:
             self.process.kill()
 
     async def fill_journal(self, updates: int) -> None:
-        """Makes so many updates, one after the other. Rewards have come from two other sources before: the rows of the
-        journal, which have what is known of each source, are then as large as under load."""
+        """Returns when there are so many updates. The first ones have rewards from two other sources than the rest,
+        because a row of the journal has what is known of each source, and should be as large as under load."""
         await self._post("/v1/training/update", trajectories=GIVEN)
         answer = await self._post(COMPLETIONS, **GROUP)
         for at, trajectory in enumerate(answer["trajectory_ids"]):
             await self._post("/v1/training/feedback", trajectory_id=trajectory, score=at % 2)
-        for _ in range(updates):
+        while (await self.get("/v1/training/status"))["step"] < updates:
             await self._post(COMPLETIONS, **GROUP, **REWARDED)
 
     async def _post(self, path: str, **body: Any) -> Any:

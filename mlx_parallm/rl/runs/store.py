@@ -207,6 +207,13 @@ def transaction(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
         raise
 
 
+def _version(stored: object) -> int:
+    """The number of a version. Raises ValueError: it is none."""
+    if not isinstance(stored, int) or stored < 0:
+        raise ValueError(f"a version has the number {str(stored)[:20]!a}")
+    return stored
+
+
 def damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(
         f"{path} is damaged ({' '.join(reason.split())}): restore it from a backup; or move it away together "
@@ -470,7 +477,7 @@ class JournalFile:
     def newest_version(self, adapter: str) -> int:
         """The number of the newest version of an adapter that an update has published; 0 if there is none."""
         ((version, _),) = self.rows(_NEWEST_VERSION, adapter) or [(0, 0)]
-        return max(0, self._read(int, version))
+        return self._read(_version, version)
 
     def newest_version_change(self, adapter: str) -> int:
         """The number of the change that has published that version; 0 if there is none."""
@@ -499,8 +506,8 @@ class JournalFile:
         except ERRORS as error:
             raise damaged(self._path, reason_of(error)) from error
 
-    def _read(self, parse: Callable[[str], T], text: str) -> T:
+    def _read(self, parse: Callable[[Any], T], stored: Any) -> T:
         try:
-            return parse(text)
+            return parse(stored)
         except MALFORMED as error:
             raise damaged(self._path, str(error).partition("\n")[0]) from error

@@ -23,7 +23,8 @@ PIECES = (
     "{{ strftime_now('%Y') }}", "{{ ''.format_map }}", "{{ '{0.__class__}'.format(x) }}", "{% include 'a' %}",
 )  # fmt: skip
 LONGEST = 1000
-"""Jinja takes the square of the length of an expression to compile it, or more. Clients send no templates."""
+"""Characters of a template. Jinja compiles an expression in time that grows with the square of its length, or faster;
+clients send no templates."""
 mutated = json_with(
     ["template", "messages", "variables", "role", "content", "tool_calls", "function", "name", "arguments", "tools"],
     [*KINDS, *ROLES, *PIECES, "<|im_start|>", "<think>", "</think>", {"role": "user", "content": "x"}],
