@@ -6,19 +6,21 @@ A tiny random model serves and learns. Good clients use every API, with answers 
 their answers are compared with those of a quiet server. Meanwhile adapters are published, updates are made from every
 source, and adapters and a second base model are loaded again. Hostile clients send bad input, garbage and half
 requests, leave, and do not read. The server is ended by SIGTERM and started again after a fifteenth of the time, and
-before the last one; what grows is measured in the process between. A second server then gets the same load without the
-hostile clients. With --quick, both take one minute, and nothing has a limit that needs more time.
+before the last one; what grows is measured in the process between, when all clients pause. A second server then gets
+the same load without the hostile clients. With --quick, both take one minute, and nothing is judged that needs more.
 """
 
 import argparse
 import asyncio
+import math
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, linear_regression, pstdev
 from typing import Any
 
 from benchmarks.lib import machine, report
@@ -36,7 +38,10 @@ UPDATES_BEFORE, QUICK_UPDATES = 900, 25
 """Updates that are in the journal before the load. With those of the warm-up, they are the 1,100 that it keeps."""
 WARM_UP = 0.3
 """Part of the measured process's time after which it must not grow."""
-MINUTE_S, WINDOW_S = 60.0, 360.0
+MINUTE_S = 60.0
+PAUSE_EVERY_S, IDLE_S, COUNTING_S = 120.0, 12.0, 1.0
+"""Every so often, clients begin nothing for so long that what they have begun has ended, and what is idle is unloaded.
+"""
 QUIET_CORES = 0.25
 """Cores that other programs may take in a minute whose latencies count."""
 GROWING = {
@@ -54,10 +59,12 @@ GROWTH_PERCENT, SLOWER, BAD_PERCENT, PUBLISHES, UPDATES, MOST_RESTARTS = 1.0, 1.
 
 @dataclass(slots=True)
 class Run:
-    """One server under load. `down`: the times without a server. `ends`: exit code and seconds of each end."""
+    """One server under load. `idle`: points in pauses. `down`: the times without a server. `ends`: exit code and
+    seconds of each end. `left_behind`: what was held when nothing was under way."""
 
     minutes: float
     points: list[Point] = field(default_factory=list)
+    idle: list[Point] = field(default_factory=list)
     down: list[tuple[float, float]] = field(default_factory=list)
     ends: list[tuple[int, float]] = field(default_factory=list)
     left_behind: dict[str, float] = field(default_factory=dict)
@@ -72,6 +79,12 @@ class Run:
         process = max((point.process for point in self.points), key=self._seconds)
         mine = [point for point in self.points if point.process == process]
         return [point for point in mine if point.at >= mine[0].at + WARM_UP * (mine[-1].at - mine[0].at)]
+
+    @property
+    def measured_idle(self) -> list[Point]:
+        """The points in pauses of that time."""
+        begin, end = self.measured[0].at, self.measured[-1].at
+        return [point for point in self.idle if begin <= point.at <= end]
 
     def _seconds(self, process: int) -> float:
         times = [point.at for point in self.points if point.process == process]
@@ -99,24 +112,19 @@ class Run:
             if not any(sent <= end and ended >= begin for begin, end in self.down):
                 yield f"refused: {request}"
 
-    def growth(self, name: str) -> float:
-        """Slope of the least value of each window, in percent of their mean in 10 minutes. What requests hold comes and
-        goes, so a window is long enough to see the process with little of it."""
-        points = self.measured
-        floors = dict[int, float]()
-        for point in points:
-            window = int((point.at - points[0].at) // WINDOW_S)
-            if points[0].at + (window + 1) * WINDOW_S <= points[-1].at + POINT_S:
-                floors[window] = min(floors.get(window, float("inf")), getattr(point, name))
-        return 600 / WINDOW_S * 100 * slope(floors) / fmean(floors.values() or [1.0])
-
-
-def slope(values: dict[int, float]) -> float:
-    """Of the line with the least squares; 0 for fewer than two values."""
-    if len(values) < 2:
-        return 0.0
-    x, y = sum(values) / len(values), sum(values.values()) / len(values)
-    return sum((at - x) * (value - y) for at, value in values.items()) / sum((at - x) ** 2 for at in values)
+    def growth(self, name: str) -> Spread:
+        """Percent in 10 minutes, by the line with the least squares through the pauses of the measured process, and two
+        standard errors around it. What requests hold comes and goes, so only pauses say what stays; and there, how many
+        versions of adapters are ready still differs."""
+        points = self.measured_idle
+        if len(points) < 3:
+            return Spread(math.nan, math.nan, math.nan)
+        times, values = [point.at for point in points], [float(getattr(point, name)) for point in points]
+        slope, at_0 = linear_regression(times, values)
+        apart = sum((value - slope * at - at_0) ** 2 for at, value in zip(times, values, strict=True))
+        error = math.sqrt(apart / (len(points) - 2)) / (pstdev(times) * math.sqrt(len(points)))
+        percent = 60_000 / fmean(values)
+        return Spread(*(percent * each for each in (slope, slope - 2 * error, slope + 2 * error)))
 
 
 # -- a run -----------------------------------------------------------------------------------------
@@ -130,9 +138,9 @@ async def soak(server: Server, known: list[Known], parts: tuple[float, ...], hos
         for number, part in enumerate(parts):
             if number:
                 await _restart(server, made, run)
-            await _watch(server, run, 60 * part)
+            await _watch(server, made, run, 60 * part)
     run.good, run.hostile = made.good, made.hostile
-    run.left_behind = await server.left_behind()
+    run.left_behind |= await server.left_behind()
     run.updates = (await server.get("/v1/training/status"))["step"] - before
     run.ends.append(await server.end())
     run.logged_errors = [line for line in server.log.read_text().splitlines() if _is_error(line)]
@@ -147,19 +155,38 @@ async def _restart(server: Server, made: Loads, run: Run) -> None:
     run.down.append((began, time.monotonic()))
 
 
-async def _watch(server: Server, run: Run, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
+async def _watch(server: Server, made: Loads, run: Run, seconds: float) -> None:
+    began = paused = time.monotonic()
+    while (left := began + seconds - time.monotonic()) > 0:
         await asyncio.sleep(min(POINT_S, left))
-        point = await server.point()
-        run.points.append(point)
-        print(
-            f"  {seconds - max(0.0, until - point.at):5.0f} s of process {point.process}: RSS "
-            f"{point.resident / 1e6:.1f} MB, {point.threads} threads, {point.descriptors} descriptors, {point.arrays} "
-            f"arrays, {point.objects} objects, {point.active / 1e6:.1f} MB of arrays, journal "
-            f"{point.journal / 1e6:.2f} MB, others {point.others:.2f} cores",
-            flush=True,
-        )
+        run.points.append(await server.point())
+        _show(run.points[-1], began, "")
+        if time.monotonic() > paused + PAUSE_EVERY_S:
+            run.idle.append(await _idle(server, made, run))
+            _show(run.idle[-1], began, ", idle")
+            paused = time.monotonic()
+
+
+async def _idle(server: Server, made: Loads, run: Run) -> Point:
+    """What is seen in a pause."""
+    made.paused.set()
+    await asyncio.sleep(IDLE_S)
+    run.left_behind |= await server.left_behind()
+    await server.come_to_rest()
+    await server.point(signal.SIGUSR2)
+    await asyncio.sleep(COUNTING_S)
+    point = await server.point()
+    made.paused.clear()
+    return point
+
+
+def _show(point: Point, began: float, what: str) -> None:
+    print(
+        f"  {point.at - began:5.0f} s of process {point.process}{what}: RSS {point.resident / 1e6:.1f} MB, "
+        f"{point.threads} threads, {point.descriptors} descriptors, {point.arrays} arrays, {point.objects} objects, "
+        f"{point.active / 1e6:.1f} MB of arrays, journal {point.journal / 1e6:.2f} MB, others {point.others:.2f} cores",
+        flush=True,
+    )
 
 
 def _is_error(line: str) -> bool:
@@ -218,10 +245,13 @@ def figures(run: Run, control: Run, judged: bool) -> Iterator[Figure]:
     for kind in ("ended other than once", "another answer", "another version", "no answer", "refused"):
         yield errors(f"faults: {kind}", sum(fault.startswith(kind) for fault in faults))
     yield errors("faults in all", len(faults))
-    yield errors("held by no request at the end", len(run.left_behind) + len(control.left_behind))
-    for name, title in (GROWING | REPORTED).items():
-        limit = GROWTH_PERCENT if judged and name in GROWING else None
-        yield Figure(f"growth in 10 minutes: {title}", "%", *reported([run.growth(name)]), limit)
+    yield errors("held by no request in pauses and at the end", len(run.left_behind) + len(control.left_behind))
+    if judged:
+        yield Figure("pauses in which growth is measured", "", *reported([len(run.measured_idle)]))
+        for name, title in (GROWING | REPORTED).items():
+            limit = GROWTH_PERCENT if name in GROWING else None
+            growth = run.growth(name)
+            yield Figure(f"growth in 10 minutes: {title}", "%", growth, growth.median, limit)
     yield from _latencies(run, control, judged)
 
 
@@ -264,6 +294,7 @@ def _recorded(run: Run) -> dict[str, Any]:
     minutes = [[len(minute), percentile(minute, 50), percentile(minute, 99)] for minute in run.latencies()]
     return {
         "points": [list(asdict(point).values()) for point in run.points],
+        "idle": [list(asdict(point).values()) for point in run.idle],
         "minutes": minutes,
         "ends": run.ends,
         "left_behind": run.left_behind,

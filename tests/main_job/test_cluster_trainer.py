@@ -30,6 +30,14 @@ import zlib
 def score(completion):
     return zlib.crc32(completion.encode()) / 2**32
 """
+FALLING = """
+import zlib
+from pathlib import Path
+
+def score(completion):
+    before = 0.0 if Path(__file__).with_name("fallen").exists() else 0.8
+    return before + zlib.crc32(completion.encode()) / 2**32 / 5
+"""
 TASKS = [{"prompt": f"{number}: say something", "answer": "a"} for number in range(8)]
 
 
@@ -101,9 +109,9 @@ def trained(journal: Path) -> Counter[str]:
 class Client(threading.Thread):
     """Sends requests to be collected until enough are, and again what failed. `acknowledged`: ids of trajectories."""
 
-    def __init__(self, url: str, wanted: int) -> None:
+    def __init__(self, url: str, wanted: int, model: str = "base-model") -> None:
         super().__init__(daemon=True)
-        self._url, self._wanted = url, wanted
+        self._url, self._wanted, self._model = url, wanted, model
         self.acknowledged: list[str] = []
 
     def run(self) -> None:
@@ -112,7 +120,7 @@ class Client(threading.Thread):
             while len(self.acknowledged) < self._wanted:
                 number += 1
                 try:
-                    self.acknowledged += collected(http, number)
+                    self.acknowledged += collected(http, number, self._model)
                 except httpx.TransportError:
                     time.sleep(0.1)
 
@@ -162,6 +170,33 @@ def test_each_trajectory_is_trained_on_once_though_trainer_nats_and_head_are_kil
     assert len(acknowledged - counts.keys()) < UPDATE, "the rest waits for the next update"
     assert set(counts.values()) == {1}
     print(f"{len(acknowledged)} acknowledged, {len(counts)} trained on, each once")
+
+
+def test_when_rewards_fall_the_nodes_get_the_best_version_again_and_training_goes_on(
+    cluster: Cluster, files: Path, tmp_path: Path
+) -> None:
+    head, (replica,) = joined(cluster, 1)
+    (tmp_path / "rewards.py").write_text(FALLING)
+    reward = ("--reward", f"{tmp_path / 'rewards.py'}:score")
+    cluster.trainer("run", *COLLECTING, *reward, "--max-staleness", "1000")
+    until(lambda: is_trained(head), 60)
+    Client(head.url, UPDATE).run()
+    until(lambda: live(head), 60)
+    client = Client(head.url, 100_000, "default")
+    client.start()
+    until(lambda: live(head) >= 8, 120)
+    (tmp_path / "fallen").touch()
+    until(lambda: "is live again" in cluster.said("run"), 120)
+    given_up = live(head)
+    until(lambda: live(head) > given_up + 2, 60)
+    until(lambda: live(replica) > given_up + 2)
+    number = int(str(replica.ask("default").adapter).partition("@")[2])
+    assert number > given_up + 2
+
+
+def live(server: Server) -> int:
+    """The number of the live version that a node knows; 0: there is none."""
+    return max((each["version"] for each in server.get("/v1/cluster")["versions"] if each["live"]), default=0)
 
 
 def is_alive(process: int) -> bool:

@@ -1,4 +1,5 @@
 """`mlx_parallm_serve`, which counts the objects of its process when it gets SIGUSR1, and writes the counts to a file.
+With SIGUSR2, it first looks for those that nothing reaches any more, which stops all threads for a moment.
 
 python counted_server.py COUNTS FLAG …
 """
@@ -16,10 +17,12 @@ COUNTS = Path(sys.argv[1])
 MOST = 40
 
 
-def count(*_: Any) -> None:
+def count(number: int, _: Any) -> None:
     """Writes how many MLX arrays and how many objects in all Python's garbage collector knows, and the most of a
     type. Those that have lived since the start, or since a base model was unloaded, are frozen: they count too."""
     gc.unfreeze()
+    if number == signal.SIGUSR2:
+        gc.collect()
     # One call of C code: while another thread runs, nothing may hold a tuple that it is still making.
     every = chain.from_iterable(map(gc.get_objects, (None,)))
     types = Counter(
@@ -33,7 +36,8 @@ def count(*_: Any) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, count)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, count)
     from mlx_parallm.cli.main import serve
 
     sys.argv = ["mlx_parallm_serve", *sys.argv[2:]]

@@ -7,7 +7,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ DONE = "data: [DONE]"
 Body = Mapping[str, Any]
 Part = tuple[object, Any, bool]
 """The index of an answer, a piece of its text (or its tokens or vector), and whether this ends it."""
+GoesOn = Callable[[], Awaitable[bool]]
+"""Whether a client may begin another request. Returns after a pause, so a client asks when it has none under way."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.lib.prompts import WORDS
 from benchmarks.lib.soak import asking
-from benchmarks.lib.soak.asking import ask
+from benchmarks.lib.soak.asking import GoesOn, ask
 from benchmarks.lib.soak.good import ADAPTERS, GREEDY, GUEST, SWAPPED, Clients, Question
 
 OTHER_BASE = "other"
@@ -24,10 +24,10 @@ GROUP_TOKENS = [[5, 6, 8, 2], [5, 6, 9, 2]]
 class Changes:
     """The changes, with the keys of somebody who may train and of an admin."""
 
-    def __init__(self, clients: Clients, port: int, train: str, admin: str, until: Callable[[], bool]) -> None:
+    def __init__(self, clients: Clients, port: int, train: str, admin: str, goes_on: GoesOn) -> None:
         self.told = clients.told
         self._clients = clients
-        self._port, self._train, self._admin, self._stopped = port, train, admin, until
+        self._port, self._train, self._admin, self._goes_on = port, train, admin, goes_on
         self._dice, self._numbers = random.Random(1), count()
         self._environment: int | None = None
 
@@ -41,7 +41,7 @@ class Changes:
         )
 
     async def _every(self, seconds: float, change: Callable[[], Awaitable[None]]) -> None:
-        while not self._stopped():
+        while await self._goes_on():
             began, process = time.monotonic(), self._clients.process()
             try:
                 await change()

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.lib.prompts import WORDS, long_prompt
 from benchmarks.lib.soak import asking
-from benchmarks.lib.soak.asking import Answer, Body, Reply, ask, read
+from benchmarks.lib.soak.asking import Answer, Body, GoesOn, Reply, ask, read
 
 ADAPTERS = ("red", "blue", "green")
 """Adapters that lie in the server's folder. `SWAPPED` is each of them in turn."""
@@ -242,22 +242,23 @@ class Versions:
 class Clients:
     """All good clients of one process. `process()`: the number of the server's process, which a restart raises."""
 
-    def __init__(self, port: int, key: str, known: Sequence[Known], process: Any, until: Any) -> None:
+    def __init__(self, port: int, key: str, known: Sequence[Known], process: Any, goes_on: GoesOn) -> None:
         self.told = Told()
         self.versions = Versions()
         self._port, self._key, self._known = port, key, known
-        self.process, self._stopped = process, until
+        self.process, self._goes_on = process, goes_on
         self._dice = random.Random(0)
 
     async def run(self) -> None:
         await asyncio.gather(*(self._client(number) for number in range(CLIENTS)))
 
     async def _client(self, number: int) -> None:
-        at = time.monotonic() + EVERY_S * number / CLIENTS
-        while not self._stopped():
-            await asyncio.sleep(max(0.0, at - time.monotonic()))
+        await asyncio.sleep(EVERY_S * number / CLIENTS)
+        at = time.monotonic()
+        while await self._goes_on():
             await (self._of_swapped() if number == 0 else self._of_trained() if number == 1 else self._of_fixed())
             at = max(at + EVERY_S, time.monotonic())
+            await asyncio.sleep(at - time.monotonic())
 
     async def _of_fixed(self) -> None:
         known = self._dice.choice(self._known)

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.lib.load import HOST
 from benchmarks.lib.soak import asking
-from benchmarks.lib.soak.asking import exchange, head
+from benchmarks.lib.soak.asking import GoesOn, exchange, head
 
 BAD_CLIENTS, BAD_S, GONE_CLIENTS, GONE_S, SLOW_CLIENTS = 2, 0.8, 1, 1.0, 2
 """Clients of each kind, and the seconds from one request of a client to its next one."""
@@ -91,9 +91,9 @@ class Done:
 class Hostile:
     """All hostile clients of one process."""
 
-    def __init__(self, port: int, key: str, stopped: Callable[[], bool]) -> None:
+    def __init__(self, port: int, key: str, goes_on: GoesOn) -> None:
         self.done = Done()
-        self._port, self._key, self._stopped = port, key, stopped
+        self._port, self._key, self._goes_on = port, key, goes_on
         self._dice = random.Random(2)
 
     async def run(self) -> None:
@@ -105,7 +105,7 @@ class Hostile:
         )
 
     async def _every(self, seconds: float, act: Callable[[], Any]) -> None:
-        while not self._stopped():
+        while await self._goes_on():
             began = time.monotonic()
             with suppress(OSError):  # the server is free to close what it gets from here
                 await act()

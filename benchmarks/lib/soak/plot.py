@@ -18,7 +18,7 @@ PANELS = {
 
 
 def plot(run: "Run", control: "Run", file: Path) -> None:
-    """Draws each value of the run with hostile clients over its minutes, and the latencies of both runs."""
+    """Draws each value of the run with hostile clients over its minutes, those in pauses as dots, and the latencies."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -28,6 +28,7 @@ def plot(run: "Run", control: "Run", file: Path) -> None:
     begin = run.points[0].at
     for panel, (title, (name, unit)) in zip(panels, PANELS.items(), strict=False):
         panel.plot([(p.at - begin) / 60 for p in run.points], [getattr(p, name) / unit for p in run.points], lw=1)
+        panel.plot([(p.at - begin) / 60 for p in run.idle], [getattr(p, name) / unit for p in run.idle], "C3.", ms=5)
         panel.set_title(title, fontsize=9)
         panel.set_ylim(bottom=0)
         for down, _ in run.down:

@@ -17,7 +17,7 @@ from benchmarks.lib.durability.processes import free_port, small_model
 from benchmarks.lib.machine import processor_seconds, resident_bytes
 from benchmarks.lib.soak.asking import COMPLETIONS, ask
 from benchmarks.lib.soak.changing import REWARDED
-from benchmarks.lib.soak.good import ADAPTERS
+from benchmarks.lib.soak.good import ADAPTERS, SWAPPED, TRAINED
 from mlx_parallm.adapters.runs import JOURNAL
 from mlx_parallm.server.access import Role, new_key, write_keys
 
@@ -130,6 +130,13 @@ class Server:
         while (await self.get("/v1/training/status"))["step"] < updates:
             await self._post(COMPLETIONS, **GROUP, **REWARDED)
 
+    async def come_to_rest(self) -> None:
+        """After it, the newest version of each adapter is ready for requests, and the best one is on the disk: both
+        take memory, sometimes."""
+        await self._post("/v1/training/checkpoint")
+        for name in (*ADAPTERS, SWAPPED, TRAINED):
+            await self._post(COMPLETIONS, model=name, prompt="a", max_tokens=1)
+
     async def _post(self, path: str, **body: Any) -> Any:
         reply = await ask(self.port, path, body, self.keys["admin"])
         if reply.status != 200:
@@ -143,10 +150,11 @@ class Server:
 
     # -- what is seen ------------------------------------------------------------------------------
 
-    async def point(self) -> Point:
+    async def point(self, count: int = signal.SIGUSR1) -> Point:
+        """What is seen now, with the counts of the last signal. `count`: the signal for the next ones."""
         assert self.process is not None
         pid, counts = self.process.pid, self.counts()
-        self.process.send_signal(signal.SIGUSR1)  # the next point has these counts
+        self.process.send_signal(count)
         state = await self.get("/debug/state")
         proc = Path(f"/proc/{pid}")
         threads = [int(line.split()[1]) for line in (proc / "status").read_text().splitlines() if "Threads" in line]

@@ -514,6 +514,20 @@ class AdapterTraining:
             await self._resume_from(ref, best=to in (None, BEST))
         return ref
 
+    async def publish_again(self) -> AdapterRef:
+        """Makes a new version live that equals the policy, and training continues from it. The other nodes of a cluster
+        take no version again that is older than one they have had.
+
+        Raises:
+            Exception: raised while publishing; policy and versions are as before.
+        """
+        async with self._undone_on_failure():
+            ref = await self._stage()
+            await self._adapters.flip(ref)
+            self.versions.append(ref)
+            self._undo = None
+        return ref
+
     async def _resume_from(self, ref: AdapterRef, best: bool) -> None:
         """Makes a restart of the server resume from this version. If it is the best one, it is saved, because it may
         have no checkpoint yet."""

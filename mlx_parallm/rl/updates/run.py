@@ -390,6 +390,11 @@ class AdapterRun:
             finally:
                 self.sweep()
 
+    async def publish_again(self) -> AdapterRef:
+        """See `AdapterTraining.publish_again`."""
+        async with self._lock:
+            return await self.training.publish_again()
+
     async def rebuild(self, rebuild: Callable[[AdapterTraining, PolicyJournal], Awaitable[T]]) -> T:
         """Replaces the policy by one that `rebuild` makes; see `AdapterTraining.rebuilding`. Updates wait meanwhile."""
         async with self._lock:

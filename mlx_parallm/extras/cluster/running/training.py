@@ -23,6 +23,7 @@ from mlx_parallm.extras.cluster.archive import pack, unpack
 from mlx_parallm.extras.cluster.cards import Member, NodeInfo, NodeRole, SharedVersion
 from mlx_parallm.extras.cluster.http.remote import SAMPLE, RemoteEngines
 from mlx_parallm.extras.cluster.trainer import Trainer
+from mlx_parallm.rl.runs.records import Update
 from mlx_parallm.rl.service import TrainingService
 
 _FORMAT: FormatName = "peft"
@@ -62,13 +63,22 @@ class ClusterTraining:
         registry = await self.node.registry()
         live = registry.live.get(name)
         newest = max((ref.version for ref in registry.staged if ref.name == name), default=0)
-        if live is not None and not service.loop(name).training.versions.includes_ever(live.ref):
-            await self._adopt(live)
-            await service.start_adapter(name)
-            await service.pause()  # starting has resumed it
-            await service.save(None, None, (), {})  # so that a restart has what this run begins with
+        if live is not None:
+            self._published = live.version
+            if not await self._has_made(live.ref):
+                await self._adopt(live)
+                await service.start_adapter(name)
+                await service.pause()  # starting has resumed it
+                await service.save(None, None, (), {})  # so that a restart has what this run begins with
         self._served.adapters.number_from(name, newest + 1)
         await self.publish_live()
+
+    async def _has_made(self, ref: AdapterRef) -> bool:
+        """Whether this run has made a version, also if a rollback has removed it since."""
+        if self._service.loop(ref.name).training.versions.includes_ever(ref):
+            return True
+        changes = await self._service.parts.journal.read(lambda file: file.changes(ref.name)) or ()
+        return any(isinstance(change.body, Update) and change.body.version == ref.version for change in changes)
 
     async def _adopt(self, version: SharedVersion) -> None:
         """Makes the cluster's version the live one here, under its number."""
@@ -78,11 +88,19 @@ class ClusterTraining:
         with tempfile.TemporaryDirectory() as folder:
             await asyncio.to_thread(unpack, archive, Path(folder) / _ADAPTER)
             await self._served.adapters.publish_folder(version.name, Path(folder) / _ADAPTER)
-        self._published = version.version
 
     async def publish_live(self) -> None:
-        """Publishes the version that is live here, unless it is the base model."""
+        """Publishes the version that is live here, unless it is the base model. After a rollback, a new version goes
+        live that equals it, here too: otherwise the nodes would keep the one that was given up, and what they sample
+        would not be trained on.
+
+        Raises:
+            ConflictError: the lease is lost.
+        """
         ref = self._served.adapters.live(self.node.name)
+        if ref is not None and ref.version < self._published:
+            ref = await self._service.loop(self.node.name).publish_again()
+            _log.info("%s is what training has gone back to", ref)
         if ref is not None:
             await self.publish(ref)
 
