@@ -12,7 +12,7 @@ from docs.pages import ROOT, lines_of
 
 ROWS = [line for line in lines_of("docs/promises.md") if re.match(r"\| (?!promise|sent)[^|-]", line)]
 _TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
-_FIGURE = re.compile(r"(\d[\d.]*)[^\d|<>]*<!-- (\w+): ([^>]+) -->")
+_FIGURE = re.compile(r"(-?\d[\d.]*)[^\d|<>]*<!-- (\w+): ([^>]+) -->")
 """A number, and behind it, unseen, its record with the name of a figure or the path of a value."""
 
 

@@ -22,9 +22,9 @@ PIECES = (
     "{{ cycler.__init__.__globals__ }}", "{{ x | attr('__class__') }}", "{% macro f() %}",
     "{{ strftime_now('%Y') }}", "{{ ''.format_map }}", "{{ '{0.__class__}'.format(x) }}", "{% include 'a' %}",
 )  # fmt: skip
-LONGEST = 1000
-"""Characters of a template. Jinja compiles an expression in time that grows with the square of its length, or faster;
-clients send no templates."""
+LONGEST = 500
+"""Characters of a template. Jinja compiles an expression in time that grows with the square of its length, or faster:
+300 names with dots between them take 2 s. Clients send no templates."""
 mutated = json_with(
     ["template", "messages", "variables", "role", "content", "tool_calls", "function", "name", "arguments", "tools"],
     [*KINDS, *ROLES, *PIECES, "<|im_start|>", "<think>", "</think>", {"role": "user", "content": "x"}],
