@@ -111,13 +111,13 @@ class Client(threading.Thread):
 
     def __init__(self, url: str, wanted: int, model: str = "base-model") -> None:
         super().__init__(daemon=True)
-        self._url, self._wanted, self._model = url, wanted, model
+        self._url, self.wanted, self._model = url, wanted, model
         self.acknowledged: list[str] = []
 
     def run(self) -> None:
         number = 0
         with httpx.Client(base_url=self._url, timeout=60) as http:
-            while len(self.acknowledged) < self._wanted:
+            while len(self.acknowledged) < self.wanted:
                 number += 1
                 try:
                     self.acknowledged += collected(http, number, self._model)
@@ -192,6 +192,8 @@ def test_when_rewards_fall_the_nodes_get_the_best_version_again_and_training_goe
     until(lambda: live(replica) > given_up + 2)
     number = int(str(replica.ask("default").adapter).partition("@")[2])
     assert number > given_up + 2
+    client.wanted = 0
+    client.join(60)
 
 
 def live(server: Server) -> int:

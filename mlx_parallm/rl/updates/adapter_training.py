@@ -515,8 +515,8 @@ class AdapterTraining:
         return ref
 
     async def publish_again(self) -> AdapterRef:
-        """Makes a new version live that equals the policy, and training continues from it. The other nodes of a cluster
-        take no version again that is older than one they have had.
+        """Makes a new version live that equals the policy, and training continues from it. A cluster needs it after a
+        rollback, because its nodes take no version whose number is lower than one that they have had.
 
         Raises:
             Exception: raised while publishing; policy and versions are as before.
