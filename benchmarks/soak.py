@@ -59,12 +59,13 @@ GROWTH_PERCENT, SLOWER, BAD_PERCENT, PUBLISHES, UPDATES, MOST_RESTARTS = 1.0, 1.
 
 @dataclass(slots=True)
 class Run:
-    """One server under load. `idle`: points in pauses. `down`: the times without a server. `ends`: exit code and
+    """One server under load. `idle`: points in pauses. `counts`: those of the server at these points. `down`: the times without a server. `ends`: exit code and
     seconds of each end. `left_behind`: what was held when nothing was under way."""
 
     minutes: float
     points: list[Point] = field(default_factory=list)
     idle: list[Point] = field(default_factory=list)
+    counts: list[dict[str, Any]] = field(default_factory=list)
     down: list[tuple[float, float]] = field(default_factory=list)
     ends: list[tuple[int, float]] = field(default_factory=list)
     left_behind: dict[str, float] = field(default_factory=dict)
@@ -85,6 +86,14 @@ class Run:
         """The points in pauses of that time."""
         begin, end = self.measured[0].at, self.measured[-1].at
         return [point for point in self.idle if begin <= point.at <= end]
+
+    def changed(self, kind: str) -> dict[str, list[int]]:
+        """How many of each of the `types` or `threads` there were in the pauses of that time, where it differed."""
+        begin, end = self.measured[0].at, self.measured[-1].at
+        pauses = zip(self.idle, self.counts, strict=True)
+        counted = [counts[kind] for point, counts in pauses if begin <= point.at <= end]
+        names = sorted({name for one in counted for name in one})
+        return {name: many for name in names if len(set(many := [one.get(name, 0) for one in counted])) > 1}
 
     def _seconds(self, process: int) -> float:
         times = [point.at for point in self.points if point.process == process]
@@ -176,6 +185,7 @@ async def _idle(server: Server, made: Loads, run: Run) -> Point:
     await server.point(signal.SIGUSR2)
     await asyncio.sleep(COUNTING_S)
     point = await server.point()
+    run.counts.append(server.counts())
     made.paused.clear()
     return point
 
@@ -295,6 +305,7 @@ def _recorded(run: Run) -> dict[str, Any]:
     return {
         "points": [list(asdict(point).values()) for point in run.points],
         "idle": [list(asdict(point).values()) for point in run.idle],
+        "changed": {kind: run.changed(kind) for kind in ("types", "threads")},
         "minutes": minutes,
         "ends": run.ends,
         "left_behind": run.left_behind,

@@ -6,8 +6,10 @@ python counted_server.py COUNTS FLAG …
 
 import gc
 import json
+import re
 import signal
 import sys
+import threading
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -18,8 +20,9 @@ MOST = 40
 
 
 def count(number: int, _: Any) -> None:
-    """Writes how many MLX arrays and how many objects in all Python's garbage collector knows, and the most of a
-    type. Those that have lived since the start, or since a base model was unloaded, are frozen: they count too."""
+    """Writes how many MLX arrays and how many objects in all Python's garbage collector knows, the most of a type, and
+    Python's threads by name. Objects that have lived since the start, or since a base model was unloaded, are frozen:
+    they count too."""
     gc.unfreeze()
     if number == signal.SIGUSR2:
         gc.collect()
@@ -28,7 +31,13 @@ def count(number: int, _: Any) -> None:
     types = Counter(
         {f"{kind.__module__}.{kind.__qualname__}": many for kind, many in Counter(map(type, every)).items()}
     )
-    found = {"arrays": types["mlx.core.array"], "objects": types.total(), "types": dict(types.most_common(MOST))}
+    threads = Counter(re.sub(r"[-_ ]*\d+$", "", thread.name) for thread in threading.enumerate())
+    found = {
+        "arrays": types["mlx.core.array"],
+        "objects": types.total(),
+        "types": dict(types.most_common(MOST)),
+        "threads": threads,
+    }
     gc.freeze()
     written = COUNTS.with_suffix(".tmp")
     written.write_text(json.dumps(found))
