@@ -18,6 +18,7 @@ turn out to be text.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -372,6 +373,7 @@ _MAX_TRIES = 4
 _LONGEST = 16_384
 """Number of characters of calls that are repaired: reading a text in every form takes time on the event loop, where all
 requests wait for it."""
+_NOT_SPACE = re.compile(r"\S")
 _SHORT = 1000
 """Number of characters of a text that is looked at whenever more comes."""
 
@@ -422,7 +424,8 @@ class HeldText:
             line = at if at_line else text.find("\n", at)
             stop = len(text) if line < 0 else line
             begin = at + len(text[at:stop].rstrip())
-            content = len(text) if line < 0 else len(text) - len(text[line:].lstrip())
-            if content == len(text) or self._calls.may_begin_call(text[content:], self._tools):
+            found = None if line < 0 else _NOT_SPACE.search(text, line)
+            content = found.start() if found else len(text)
+            if content == len(text) or self._calls.may_begin_call(text, self._tools, content):
                 return begin, content
             at, at_line = content, False

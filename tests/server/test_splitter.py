@@ -280,3 +280,21 @@ def test_a_long_run_of_white_space_takes_no_time(name):
         for cut in (False, True):
             parts_of([text[:at] + " " * LONG + ("" if cut else text[at:])], cut, **tools(FAMILIES[name]))
     assert time.process_time() - began < MOST_S
+
+
+NOT_CLOSED = '{"name": "get_weather", "parameters": {"city": "' + "P" * 8000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", "<|tool_call>" + "call:now{" * (LONG // 9)),
+        ("minicpm5", "<function name=" + "P" * LONG + '"x y>'),
+        ("json_tools", f"{NOT_CLOSED}<|tool_call_end|>{'P' * 8000}"),  # it is read in the form of every family
+        ("json_tools", "a\n" * LONG),  # each line may begin a call
+    ],
+)
+def test_a_long_text_that_is_no_call_takes_no_time(name, text):
+    began = time.process_time()
+    assert parts_of([text], on_repair=lambda kind: None, **tools(FAMILIES[name])).text == text
+    assert time.process_time() - began < MOST_S

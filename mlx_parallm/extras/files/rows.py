@@ -25,6 +25,8 @@ LONGEST_ROW = 64 << 20
 _LARGEST_ARRAY = 1 << 30
 """Bytes of a JSON array, which is read as a whole."""
 _ROWS_AT_ONCE = 256
+_LONGEST_NAME = 200
+"""Characters of a column's name, which is copied into each row."""
 _HUB_ID = re.compile(r"[A-Za-z0-9_.-]+/[A-Za-z0-9_.-]+")
 _TABLES = {".csv": ",", ".tsv": "\t"}
 """The delimiters of files whose first line names the columns."""
@@ -167,13 +169,19 @@ def _json_array(file: BinaryIO) -> Iterator[Any]:
 
 def _table(path: Path, delimiter: str, lines: array[int]) -> Iterator[dict[str, Any]]:
     """The rows of CSV, whose quoted fields may have line breaks. Notes in `lines` where each row begins. Bytes that are
-    not UTF-8 become halves of surrogate pairs, which `_object` refuses. Raises ValueError: it has another delimiter."""
+    not UTF-8 become halves of surrogate pairs, which `_object` refuses. Raises ValueError: it has another delimiter, or
+    no names of columns."""
     csv.field_size_limit(LONGEST_ROW)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as opened:
         reader = csv.reader(opened, delimiter=delimiter, strict=False)
         header = [name.strip() for name in next(reader, [])]
         if len(header) == 1 and (others := sorted(set(";|\t,").intersection(header[0]))):
             raise ValueError(f"its first line is separated by {others[0]!r}; save it with {delimiter!r}")
+        if (longest := max(map(len, header), default=0)) > _LONGEST_NAME:
+            raise ValueError(
+                "its first line has to name the columns, such as prompt and completion, each in at most "
+                f"{_LONGEST_NAME} characters; one has {longest:,}"
+            )
         before = reader.line_num
         for fields in reader:
             line, before = before + 1, reader.line_num

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,7 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_parallm.core.text import JsonPosition, RepairedCalls, Tool, ToolCall, UnwritableToolError
 from mlx_parallm.model.tools.grammar import CallSyntax, call_grammar, parameters_of, properties_of, value_types
 from mlx_parallm.model.tools.reading import EnforcedCalls, cut_off_calls, is_left_open, whole_calls, written
-from mlx_parallm.model.tools.repair import may_begin_call, plain_json, repaired_calls
+from mlx_parallm.model.tools.repair import Openings, plain_json, repaired_calls
 from mlx_parallm.model.tools.thinking import named
 
 
@@ -45,6 +46,8 @@ class ToolFormat:
     system_tools:   the template writes tools with a system message only; some take them as JSON text in a field of it
     in_template:    the chat template describes tools, calls and results to the model. If not, the messages must
     visible_specials: ids of the special tokens that calls are written with
+    begins:         a regular expression for the beginning of a text that the parser may read. Some look for a call at
+                    each character, and take the square of the length of a text that has none
     """
 
     syntax: CallSyntax | None
@@ -61,6 +64,7 @@ class ToolFormat:
     system_tools: bool = False
     in_template: bool = True
     visible_specials: frozenset[int] = frozenset()
+    begins: str = ""
 
     @property
     def all_marks(self) -> str:
@@ -86,7 +90,9 @@ class ToolFormat:
             ValueError: there is no call, or it is malformed, or calls a tool that is not in `tools`.
         """
         if self.syntax is not None and is_left_open(self.syntax, text):
-            raise ValueError("its arguments are not closed")
+            raise ValueError("the call is not closed")
+        if not re.match(self.begins, text):
+            raise ValueError("it does not begin like a call")
         if self.parser is None:
             assert self.syntax is not None, "calls of a family without a syntax are read by a parser"
             parsed: Any = whole_calls(self.syntax, text)
@@ -117,10 +123,10 @@ class ToolFormat:
         names = frozenset(tool["function"]["name"] for tool in tools)
         return cut_off_calls(self.syntax, lambda part: self.parse(part, tools), text, names)
 
-    def may_begin_call(self, text: str, tools: Sequence[Tool]) -> bool:
-        """Whether a text whose beginning is `text`, at the beginning of a line, may be a call for `repaired`. False
-        stays false when more text comes."""
-        return may_begin_call(text, frozenset(tool["function"]["name"] for tool in tools), _all_formats())
+    def may_begin_call(self, text: str, tools: Sequence[Tool], at: int = 0) -> bool:
+        """Whether a text that begins with `text` from `at` on, at the beginning of a line, may be a call for
+        `repaired`. False stays false when more text comes."""
+        return _openings(frozenset(tool["function"]["name"] for tool in tools)).may_begin(text, at)
 
     def repaired(self, text: str, tools: Sequence[Tool]) -> RepairedCalls | None:
         """The calls of a text that is not valid in the family's form, if it can only mean these calls, and nothing
@@ -235,6 +241,11 @@ _READ_BY_MLX_LM: Mapping[str, CallSyntax] = {
     ),
 }
 
+_BEGINS = {
+    "minicpm5": r"""(?s)\s*(?:<function\s+)?(?:name\s*=\s*)?(?:"[^"]*"|'[^']*'|[^\s"'<>]+)\s*>(?!.*</function>)""",
+}
+"""`ToolFormat.begins`, by the name of the parser."""
+
 # -- families that mlx-lm has no parser for -------------------------------------------------------
 
 _LIST = CallSyntax(call=('{"name": "$name", "arguments": ', "}"), between=", ")
@@ -262,7 +273,8 @@ def _in_mlx_lm(parser: str) -> bool:
 def _read_by_mlx_lm(parser: str, syntax: CallSyntax) -> ToolFormat:
     """A family with mlx-lm's parser of this name, which also gives the marks."""
     module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
-    return ToolFormat(syntax, module.parse_tool_call, (module.tool_call_start,), module.tool_call_end)
+    marks = (module.tool_call_start,), module.tool_call_end
+    return ToolFormat(syntax, module.parse_tool_call, *marks, begins=_BEGINS.get(parser, ""))
 
 
 FAMILIES: Mapping[str, ToolFormat] = {
@@ -446,3 +458,8 @@ def _tool_call(parsed: Any) -> ToolCall:
         raise ValueError("its arguments are not JSON") from error
     # Half of a surrogate pair is valid JSON but cannot be sent as UTF-8.
     return ToolCall(name, text.encode("utf-8", "replace").decode(), call_id if isinstance(call_id, str) else None)
+
+
+@lru_cache(maxsize=64)
+def _openings(names: frozenset[str]) -> Openings:
+    return Openings(names, _all_formats())

@@ -102,12 +102,13 @@ def _without_spaces(text: str) -> str:
 
 
 def is_left_open(syntax: CallSyntax, text: str) -> bool:
-    """Whether one argument after another begins in a text and none ends. The regular expressions of some parsers take
-    the square or the cube of such a text's length, and all other requests wait meanwhile."""
-    return any(_is_left_open(form.argument, text) for form in (syntax, *syntax.native) if form.argument)
+    """Whether one argument after another begins in a text and none ends, or braces do. The regular expressions of some
+    parsers take the square or the cube of such a text's length, and all other requests wait meanwhile."""
+    forms = [form for form in (syntax, *syntax.native) if form.argument]
+    return any(_has_open_tags(form.argument, text) or _has_open_braces(form, text) for form in forms if form.argument)
 
 
-def _is_left_open(argument: tuple[str, str], text: str) -> bool:
+def _has_open_tags(argument: tuple[str, str], text: str) -> bool:
     tags = re.findall(r"</?[\w:]+", "".join(argument))
     open_tags = 0
     for tag in re.findall("|".join(map(re.escape, tags)), text) if tags else ():
@@ -115,6 +116,19 @@ def _is_left_open(argument: tuple[str, str], text: str) -> bool:
         if open_tags > _MOST_OPEN_TAGS:
             return True
     return False
+
+
+def _has_open_braces(form: CallSyntax, text: str) -> bool:
+    """Whether a brace or a string is left open, in the form of a family that writes calls with these."""
+    if not form.call[0].endswith("{") or not form.bare:
+        return False
+    begin, end = map(re.escape, form.bare)
+    depth = 0
+    for token in re.findall(rf"[{{}}]|{begin}(?:.*?{end})?", text, re.DOTALL):
+        if token == form.bare[0]:
+            return True
+        depth = max(0, depth + {"{": 1, "}": -1}.get(token, 0))
+    return depth > 0
 
 
 # -- writing -------------------------------------------------------------------------------------

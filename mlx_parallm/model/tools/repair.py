@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from mlx_parallm.core.splitter import MAX_CALLS_PER_ANSWER, AnswerSyntax, split
@@ -39,21 +38,30 @@ Reading = tuple["ToolFormat", str]
 # -- where a call may begin ----------------------------------------------------------------------
 
 
-def may_begin_call(text: str, names: frozenset[str], formats: tuple[ToolFormat, ...]) -> bool:
-    """Whether a line that begins like this may begin a call. False stays false when more text comes."""
-    while text:
-        block = _BLOCK.match(text)
-        inner, after = (block[1], text[block.end() :]) if block else _first_value(text)
-        begun, openings = _squeezed(inner[:_LONGEST_OPENING]), _openings(names, formats)
-        if not begun.startswith(openings) and not any(opening.startswith(begun) for opening in openings):
-            return False
-        text = after
-    return True
+class Openings:
+    """What calls of some tools begin with, without white space. JSON begins a call only with the name of a tool."""
+
+    def __init__(self, names: Collection[str], formats: Iterable[ToolFormat]) -> None:
+        self._whole = _all_openings(names, formats)
+        self._parts = {opening[:end] for opening in self._whole for end in range(len(opening) + 1)}
+
+    def may_begin(self, text: str, at: int) -> bool:
+        """Whether a line that begins like `text` from `at` on may begin a call. False stays false when more text
+        comes."""
+        if _squeezed(text[at : at + 1]) not in self._parts:
+            return False  # of a long text, most lines cost no more than this
+        text = text[at:]
+        while text:
+            block = _BLOCK.match(text)
+            inner, after = (block[1], text[block.end() :]) if block else _first_value(text)
+            begun = _squeezed(inner[:_LONGEST_OPENING])
+            if not begun.startswith(self._whole) and begun not in self._parts:
+                return False
+            text = after
+        return True
 
 
-@lru_cache(maxsize=64)
-def _openings(names: frozenset[str], formats: tuple[ToolFormat, ...]) -> tuple[str, ...]:
-    """What calls of these tools begin with, without white space. JSON begins a call only with the name of a tool."""
+def _all_openings(names: Collection[str], formats: Iterable[ToolFormat]) -> tuple[str, ...]:
     openings = {"```", '{"type":"function"', '[{"type":"function"'}
     fields = ['{"name":"', '{"function":"', '{"function":{"name":"']
     for each in formats:

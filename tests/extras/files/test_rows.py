@@ -79,6 +79,7 @@ def test_a_json_array_and_parquet_have_rows_by_number(tmp_path: Path) -> None:
         ("a.json", b"[" * 100_000, "a.json cannot be read: maximum recursion depth"),
         ("a.csv", b"prompt;completion\na;b\n", "its first line is separated by ';'; save it with ','"),
         ("A.TSV", b"prompt,completion\na,b\n", "its first line is separated by ','; save it with '\\\\t'"),
+        ("a.tsv", b"a question" * 50 + b"\tan answer\n", "its first line has to name the columns, .*; one has 500"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path, name: str, content: bytes, message: str) -> None:
