@@ -59,9 +59,9 @@ GROWTH_PERCENT, SLOWER, BAD_PERCENT, PUBLISHES, UPDATES, MOST_RESTARTS = 1.0, 1.
 
 @dataclass(slots=True)
 class Run:
-    """One server under load. `idle`: points in pauses, and `counts` the counts of the server there. `down`: the times
-    without a server. `ends`: exit code and seconds of each end. `left_behind`: what was held when nothing was under way.
-    """
+    """One server under load. `idle`: points in pauses, and `counts`: what the server counted there. `down`: the times
+    without a server. `ends`: exit code and seconds of each end. `left_behind`: what was held when nothing was under
+    way."""
 
     minutes: float
     points: list[Point] = field(default_factory=list)
