@@ -25,6 +25,8 @@ _BLOCK = re.compile(r"`{3,}[\w-]*\s*(.*?)(?:\n```\s*|\Z)", re.DOTALL)
 _JSON_BEGINS = re.compile(r'[\[{](?=\s*["\'{\[}\]])')
 _JSON_TOKEN = re.compile(r'\s*("(?:[^"\\]|\\.)*"|[{}\[\],:]|[-+.\w]+)', re.DOTALL)
 _MISWRITTEN = re.compile(r'"(?:[^"\\]|\\.)*"|\'((?:[^\'\\]|\\.)*)\'|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
+_NO_SEPARATOR = re.compile(r"[^ \t\r\n,;]")
+_DECODER = json.JSONDecoder()
 _RIGHT = {",": "", "True": "true", "False": "false", "None": "null"}
 _CLOSING = {"{": "}", "[": "]"}
 _NAMES, _ARGUMENTS = ("name", "tool_name", "function"), ("arguments", "parameters")
@@ -77,7 +79,7 @@ def _all_openings(names: Collection[str], formats: Iterable[ToolFormat]) -> tupl
 def _first_value(text: str) -> tuple[str, str]:
     """The JSON value that a text begins with, and the text after it. While there is none: the whole text."""
     with suppress(ValueError, RecursionError):
-        _, end = json.JSONDecoder().raw_decode(text)
+        _, end = _DECODER.raw_decode(text)
         return text[:end], text[end:].lstrip("}],; \t\r\n")
     return text, ""
 
@@ -209,13 +211,13 @@ def _bare(text: str) -> str:
 def plain_json(text: str, _: Any) -> list[dict[str, Any]]:
     """Calls as JSON objects, one after another or in a list, with the names of fields that any family has. Raises
     ValueError: it is anything else."""
-    values: list[Any] = []
-    at = 0
-    while at < len(text.rstrip()):
-        begin = len(text) - len(text[at:].lstrip(" \t\r\n,;"))
-        value, at = json.JSONDecoder().raw_decode(text, begin)
-        values += value if isinstance(value, list) else [value]
-    return [_plain_call(value) for value in values]
+    calls: list[dict[str, Any]] = []
+    begin, end = 0, len(text.rstrip())
+    while begin < end:
+        found = _NO_SEPARATOR.search(text, begin)
+        value, begin = _DECODER.raw_decode(text, found.start() if found else end)
+        calls += map(_plain_call, value if isinstance(value, list) else [value])
+    return calls
 
 
 def _plain_call(value: Any) -> dict[str, Any]:
