@@ -26,6 +26,7 @@ _TRAIN = (sys.executable, "-c", "from mlx_parallm.cli.main import train; raise S
 _COMMON = ("--log-level", "warning", "--cluster-token", TOKEN)
 _LESSON = ("--lora-rank", "4", "--lora-alpha", "8", "--learning-rate", "1e-3", "--group-size", "2")
 _RUN = ("--prompts-per-step", "4", "--max-staleness", "100000", "--checkpoint-interval", "5")
+_ALL_KEPT = ("--journal-updates", "1000000")  # so that the journal says of each answer what became of it
 _REWARD = "import zlib\n\ndef score(completion):\n    return zlib.crc32(completion.encode()) / 2**32\n"
 CLOCK, VERSION = "CLUSTER_FAULTS_CLOCK_S", "CLUSTER_FAULTS_VERSION"
 _STRANGE = f"""
@@ -167,7 +168,7 @@ async def crew(model: Path, folder: Path, disk: Path) -> AsyncIterator[Crew]:
         kept = ("--checkpoint-dir", str(running.journal.parent), "--plot", str(folder / "trainer" / "curves.png"))
         reward = ("--reward", f"{folder / 'rewards.py'}:score", "--model-path", str(model))
         join = ("--connect-to", f"{HOST}:{there}", "--cluster-dir", str(folder / "trainer" / "cluster"))
-        running.trainer.command = (*_TRAIN, *_COMMON, *_LESSON, *_RUN, *kept, *reward, *join)
+        running.trainer.command = (*_TRAIN, *_COMMON, *_LESSON, *_RUN, *_ALL_KEPT, *kept, *reward, *join)
         running.trainer.start()
         yield running
     finally:
