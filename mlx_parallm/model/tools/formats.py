@@ -46,8 +46,8 @@ class ToolFormat:
     system_tools:   the template writes tools with a system message only; some take them as JSON text in a field of it
     in_template:    the chat template describes tools, calls and results to the model. If not, the messages must
     visible_specials: ids of the special tokens that calls are written with
-    begins:         a regular expression for the beginning of a text that the parser may read. Some look for a call at
-                    each character, and take the square of the length of a text that has none
+    readable:       a regular expression for the beginning of a text that the parser may read. Some take the square of
+                    the length of other texts, because they look for a call or a key at each character of a word
     """
 
     syntax: CallSyntax | None
@@ -64,7 +64,7 @@ class ToolFormat:
     system_tools: bool = False
     in_template: bool = True
     visible_specials: frozenset[int] = frozenset()
-    begins: str = ""
+    readable: str = ""
 
     @property
     def all_marks(self) -> str:
@@ -91,8 +91,8 @@ class ToolFormat:
         """
         if self.syntax is not None and is_left_open(self.syntax, text):
             raise ValueError("the call is not closed")
-        if not re.match(self.begins, text):
-            raise ValueError("it does not begin like a call")
+        if not re.match(self.readable, text):
+            raise ValueError("it is not written like a call")
         if self.parser is None:
             assert self.syntax is not None, "calls of a family without a syntax are read by a parser"
             parsed: Any = whole_calls(self.syntax, text)
@@ -241,10 +241,12 @@ _READ_BY_MLX_LM: Mapping[str, CallSyntax] = {
     ),
 }
 
-_BEGINS = {
+_READABLE = {
     "minicpm5": r"""(?s)\s*(?:<function\s+)?(?:name\s*=\s*)?(?:"[^"]*"|'[^']*'|[^\s"'<>]+)\s*>(?!.*</function>)""",
+    "kimi_k3": r"(?s)(?!.*?<\|open\|>(?:call|argument)(?:(?!<\|sep\|>).){500})",
+    "pythonic": r"(?s)(?!.*?\w{2000})",
 }
-"""`ToolFormat.begins`, by the name of the parser."""
+"""`ToolFormat.readable`, by the name of the parser."""
 
 # -- families that mlx-lm has no parser for -------------------------------------------------------
 
@@ -274,7 +276,7 @@ def _read_by_mlx_lm(parser: str, syntax: CallSyntax) -> ToolFormat:
     """A family with mlx-lm's parser of this name, which also gives the marks."""
     module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
     marks = (module.tool_call_start,), module.tool_call_end
-    return ToolFormat(syntax, module.parse_tool_call, *marks, begins=_BEGINS.get(parser, ""))
+    return ToolFormat(syntax, module.parse_tool_call, *marks, readable=_READABLE.get(parser, ""))
 
 
 FAMILIES: Mapping[str, ToolFormat] = {
