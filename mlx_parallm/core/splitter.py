@@ -370,9 +370,9 @@ def _text(text: str) -> Iterator[AnswerPart]:
 
 _MAX_TRIES = 4
 """Number of lines of which one may begin the calls at the end of a text."""
-_LONGEST = 16_384
-"""Number of characters of calls that are repaired: reading a text in every form takes time on the event loop, where all
-requests wait for it."""
+_MOST_READ = 16_384
+"""Number of characters that these tries read, together: reading a text in every form takes time on the event loop,
+where all requests wait for it."""
 _NOT_SPACE = re.compile(r"\S")
 _SHORT = 1000
 """Number of characters of a text that is looked at whenever more comes."""
@@ -407,11 +407,12 @@ class HeldText:
             ended: the model ended the text; otherwise nothing is repaired, because more might have followed.
         """
         text, at_line = self._held, self._at_line
-        at, repaired, tries = 0, None, _MAX_TRIES if ended else 0
+        at, repaired, tries, left = 0, None, _MAX_TRIES if ended else 0, _MOST_READ
         while repaired is None and at < len(text) and tries:
             tries -= 1
             begin, content = self._candidate(at, at_line)
-            if 0 < len(text) - content <= _LONGEST:
+            if 0 < len(text) - content <= left:
+                left -= len(text) - content
                 repaired = self._calls.repaired(text[content:], self._tools)
             at, at_line = (begin if repaired else content), False
         self._held, self._at_line, self._asks_at = "", True, 0

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -113,10 +114,15 @@ def _missing(row: Mapping[str, Any], kind: FileKind) -> str:
     if empty:
         return f"{empty[0]} is empty; a row needs {wanted}"
     for name in map(str, row):
-        if name not in known and (close := get_close_matches(name.lower(), known, n=1, cutoff=0.75)):
-            return f"it has {name!r}: did you mean {close[0]!r}? A row needs {wanted}"
+        if name not in known and (meant := _meant(name, tuple(known))):
+            return f"it has {name!r}: did you mean {meant!r}? A row needs {wanted}"
     has = ", ".join(map(str, row)) or "nothing"
     return f"it has {has[:200]}; a row needs {wanted}"
+
+
+@lru_cache  # all rows of a file may have the same mistake
+def _meant(name: str, known: tuple[str, ...]) -> str | None:
+    return next(iter(get_close_matches(name.lower(), known, n=1, cutoff=0.75)), None)
 
 
 # -- sft -------------------------------------------------------------------------------------------
