@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 from mlx_lm.chat_templates import deepseek_v32
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import mistral
 from tiny import tiny_tokenizer
 from tool_families import ASKED, TEXTS, TOOLS
 
@@ -225,7 +226,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     hf.add_special_tokens({"additional_special_tokens": sorted(tokens)})
     hf.chat_template = form.template
     if name == "magistral":  # as mlx-lm loads it
-        parser = FAMILIES["mistral"].parser
+        parser = mistral.parse_tool_call
         return Tokenizer(TokenizerWrapper(hf, tool_call_start="[TOOL_CALLS]", tool_call_end="", tool_parser=parser))
     return Tokenizer(TokenizerWrapper(hf))
 

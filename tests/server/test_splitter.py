@@ -291,6 +291,7 @@ NOT_CLOSED = '{"name": "get_weather", "parameters": {"city": "' + "P" * 8000
         ("gemma4", "<|tool_call>" + "call:now{" * (LONG // 9)),
         ("minicpm5", "<function name=" + "P" * LONG + '"x y>'),
         ("kimi_k3", TEXTS["kimi_k3"].replace("key=", "P" * LONG + "key=")),
+        ("mistral", TEXTS["mistral"].replace("[ARGS]", "P" * LONG + "x [ARGS]")),
         ("pythonic", TEXTS["pythonic"].replace("days", "P" * LONG + " days")),
         ("json_tools", f"{NOT_CLOSED}<|tool_call_end|>{'P' * 8000}"),  # it is read in the form of every family
         ("json_tools", '"get_weather' + '"' * 16_000),

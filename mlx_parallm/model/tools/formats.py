@@ -176,7 +176,6 @@ _READ_BY_MLX_LM: Mapping[str, CallSyntax] = {
     "longcat": replace(
         JSON, native=(_LONGCAT,)
     ),  # its parser reads both forms; the native one cannot write a call without arguments
-    "mistral": CallSyntax(call=("$name[ARGS]", ""), between="[TOOL_CALLS]"),
     "kimi_k2": CallSyntax(
         call=("<|tool_call_begin|>functions.$name:$index<|tool_call_argument_begin|>", "<|tool_call_end|>"), between=""
     ),
@@ -243,12 +242,12 @@ _READ_BY_MLX_LM: Mapping[str, CallSyntax] = {
 
 _READABLE = {
     "minicpm5": r"""(?s)\s*(?:<function\s+)?(?:name\s*=\s*)?(?:"[^"]*"|'[^']*'|[^\s"'<>]+)\s*>(?!.*</function>)""",
-    "kimi_k3": r"(?s)(?!.*?<\|open\|>(?:call|argument)(?:(?!<\|sep\|>).){500})",
-    "pythonic": r"(?s)(?!.*?\w{2000})",
+    "kimi_k3": r"(?s)(?:(?!<\|open\|>).|<\|open\|>(?:(?!<\|(?:sep|open)\|>).){0,500}<\|sep\|>)*+\Z",
+    "pythonic": r"(?:\W*+\w{1,2000}+(?!\w))*+\W*\Z",
 }
 """`ToolFormat.readable`, by the name of the parser."""
 
-# -- families that mlx-lm has no parser for -------------------------------------------------------
+# -- families that mlx-lm has no parser for, or one that takes the square of a text's length -------
 
 _LIST = CallSyntax(call=('{"name": "$name", "arguments": ', "}"), between=", ")
 _COMMAND = CallSyntax(call=('{"tool_name": "$name", "parameters": ', "}"), block=("[\n    ", "\n]"), between=",\n    ")
@@ -281,7 +280,8 @@ def _read_by_mlx_lm(parser: str, syntax: CallSyntax) -> ToolFormat:
 
 FAMILIES: Mapping[str, ToolFormat] = {
     **{name: _read_by_mlx_lm(name, syntax) for name, syntax in _READ_BY_MLX_LM.items() if _in_mlx_lm(name)},
-    "mistral_list": _read_by_mlx_lm("mistral", MISTRAL_LIST),
+    "mistral": ToolFormat(CallSyntax(call=("$name[ARGS]", ""), between="[TOOL_CALLS]"), starts=("[TOOL_CALLS]",)),
+    "mistral_list": ToolFormat(MISTRAL_LIST, plain_json, starts=("[TOOL_CALLS]",)),
     "openai": ToolFormat(
         replace(_HARMONY_HEADINGS[0], lead="<|start|>assistant", single=True, native=_HARMONY_HEADINGS[1:]),
         starts=("<|channel|>commentary to=functions.", "<|channel|>analysis to=functions.", "to=functions."),

@@ -109,7 +109,7 @@ def is_left_open(syntax: CallSyntax, text: str) -> bool:
 
 
 def _has_open_tags(argument: tuple[str, str], text: str) -> bool:
-    tags = re.findall(r"</?[\w:]+", "".join(argument))
+    tags = re.findall(r"<\|\w+\|>\w+|</?[\w:]+", "".join(argument))
     open_tags = 0
     for tag in re.findall("|".join(map(re.escape, tags)), text) if tags else ():
         open_tags = 0 if tag == tags[-1] else open_tags + 1
