@@ -22,7 +22,8 @@ _DECODER = json.JSONDecoder()
 _STANDS_FOR = {"$name": r"(?P<name>[\w.-]*)", "$index": r"\d+", "$key": r"(?P<key>[^\"]{1,256})"}
 _SPACE = r"\s*+"
 """Possessive: a run of white space is read once, although two patterns may meet in it."""
-_MAX_TRIES = 8
+_MAX_TRIES, _MOST_TRIED = 8, 1 << 16
+"""Ends of arguments at which a text that was cut off is read, and the characters of all these texts but the first."""
 _MOST_OPEN_TAGS = 24
 """Tags of arguments before the next one that ends an argument. A value may quote some."""
 
@@ -214,7 +215,8 @@ def _calls_by_argument(syntax: CallSyntax, parse: Parse, text: str, names: froze
     """Calls of a family that writes each argument separately: as much of them as can be parsed when it is closed."""
     calls: Sequence[ToolCall] = ()
     end, in_call = 0, False
-    for end, in_call in islice(_closed_parts(syntax, text), _MAX_TRIES):
+    tries = min(_MAX_TRIES, 1 + _MOST_TRIED // (len(text) + 1))
+    for end, in_call in islice(_closed_parts(syntax, text), tries):
         with suppress(ValueError):
             calls = parse(text[:end] + (syntax.call[1] if in_call else "") + syntax.block[1])
             break
