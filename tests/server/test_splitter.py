@@ -295,6 +295,7 @@ NOT_CLOSED = '{"name": "get_weather", "parameters": {"city": "' + "P" * 8000
         ("pythonic", TEXTS["pythonic"].replace("days", "P" * LONG + " days")),
         ("json_tools", f"{NOT_CLOSED}<|tool_call_end|>{'P' * 8000}"),  # it is read in the form of every family
         ("json_tools", '"get_weather' + '"' * 16_000),
+        ("json_tools", "[\n" * (LONG // 2)),
         ("json_tools", "a\n" * LONG),  # each line may begin a call
     ],
 )

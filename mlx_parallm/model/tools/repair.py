@@ -45,6 +45,7 @@ class Openings:
 
     def __init__(self, names: Collection[str], formats: Iterable[ToolFormat]) -> None:
         self._whole = _all_openings(names, formats)
+        self._longest = max(map(len, self._whole))
         self._parts = {opening[:end] for opening in self._whole for end in range(len(opening) + 1)}
 
     def may_begin(self, text: str, at: int) -> bool:
@@ -55,12 +56,21 @@ class Openings:
         text = text[at:]
         while text:
             block = _BLOCK.match(text)
-            inner, after = (block[1], text[block.end() :]) if block else _first_value(text)
+            inner, after = (block[1], text[block.end() :]) if block else self._first_value(text)
             begun = _squeezed(inner[:_LONGEST_OPENING])
             if not begun.startswith(self._whole) and begun not in self._parts:
                 return False
             text = after
         return True
+
+    def _first_value(self, text: str) -> tuple[str, str]:
+        """The JSON value that a text begins with, and the text after it. While there is none: the whole text. Only a
+        text that begins a call is read beyond its beginning: many lines may begin a value that never ends."""
+        begins = _squeezed(text[:_LONGEST_OPENING]).startswith(self._whole)
+        with suppress(ValueError, RecursionError):
+            _, end = _DECODER.raw_decode(text if begins else text[: self._longest])
+            return text[:end], text[end:].lstrip("}],; \t\r\n")
+        return text, ""
 
 
 def _all_openings(names: Collection[str], formats: Iterable[ToolFormat]) -> tuple[str, ...]:
@@ -74,14 +84,6 @@ def _all_openings(names: Collection[str], formats: Iterable[ToolFormat]) -> tupl
         before, index, _ = field.partition("$index")
         openings |= {before} if index else {bracket + before + name for name in names for bracket in ("", "[")}
     return tuple(openings)
-
-
-def _first_value(text: str) -> tuple[str, str]:
-    """The JSON value that a text begins with, and the text after it. While there is none: the whole text."""
-    with suppress(ValueError, RecursionError):
-        _, end = _DECODER.raw_decode(text)
-        return text[:end], text[end:].lstrip("}],; \t\r\n")
-    return text, ""
 
 
 def _squeezed(text: str) -> str:
