@@ -1,9 +1,9 @@
 """The tool-call format of a model: parses calls, complete or cut off, writes them, and enforces their form.
 
 How each family writes calls is data: the table `FAMILIES`. `reading` follows it, and `grammar` makes the grammar that
-forces well-formed calls. Where mlx-lm has a parser for the family, that one reads the calls that are whole. Adding a
-family: add an entry to `FAMILIES`, a text of it to `tests/tool_families.py`, and a row to the table in docs/tools.md.
-Its thinking is an entry in `thinking`.
+forces well-formed calls. Where mlx-lm has a parser for the family, that one reads the calls that are whole, unless it
+takes the square of a text's length. Adding a family: add an entry to `FAMILIES`, a text of it to
+`tests/tool_families.py`, and a row to the table in docs/tools.md. Its thinking is an entry in `thinking`.
 """
 
 from __future__ import annotations
