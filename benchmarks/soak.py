@@ -85,16 +85,17 @@ class Run:
     @property
     def measured_idle(self) -> list[Point]:
         """The points in pauses of that time."""
-        begin, end = self.measured[0].at, self.measured[-1].at
-        return [point for point in self.idle if begin <= point.at <= end]
+        return [point for point in self.idle if self._is_measured(point)]
 
     def changed(self, kind: str) -> dict[str, list[int]]:
         """How many of each of the `types` or `threads` there were in the pauses of that time, where it differed."""
-        begin, end = self.measured[0].at, self.measured[-1].at
         pauses = zip(self.idle, self.counts, strict=True)
-        counted = [counts[kind] for point, counts in pauses if begin <= point.at <= end]
+        counted = [counts[kind] for point, counts in pauses if self._is_measured(point)]
         names = sorted({name for one in counted for name in one})
         return {name: many for name in names if len(set(many := [one.get(name, 0) for one in counted])) > 1}
+
+    def _is_measured(self, point: Point) -> bool:
+        return self.measured[0].at <= point.at <= self.measured[-1].at
 
     def _seconds(self, process: int) -> float:
         times = [point.at for point in self.points if point.process == process]

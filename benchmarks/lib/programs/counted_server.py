@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 COUNTS = Path(sys.argv[1])
-MOST = 40
 
 
 def count(number: int, _: Any) -> None:
-    """Writes how many MLX arrays and how many objects in all Python's garbage collector knows, the most of a type, and
-    Python's threads by name. Objects that have lived since the start, or since a base model was unloaded, are frozen:
-    they count too."""
+    """Writes how many MLX arrays and how many objects in all Python's garbage collector knows, those of each type,
+    and Python's threads by name. Objects that have lived since the start, or since a base model was unloaded, are
+    frozen: they count too."""
     gc.unfreeze()
     if number == signal.SIGUSR2:
         gc.collect()
@@ -35,7 +34,7 @@ def count(number: int, _: Any) -> None:
     found = {
         "arrays": types["mlx.core.array"],
         "objects": types.total(),
-        "types": dict(types.most_common(MOST)),
+        "types": types,
         "threads": threads,
     }
     gc.freeze()

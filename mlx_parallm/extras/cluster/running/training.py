@@ -100,7 +100,7 @@ class ClusterTraining:
         ref = self._served.adapters.live(self.node.name)
         if ref is not None and ref.version < self._published:
             ref = await self._service.loop(self.node.name).publish_again()
-            _log.info("the nodes get %s, which equals the version that training has gone back to", ref)
+            _log.info("the nodes get %s, which equals the version that training was rolled back to", ref)
         if ref is not None:
             await self.publish(ref)
 
