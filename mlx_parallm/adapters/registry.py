@@ -121,7 +121,8 @@ class AdapterRegistry:
                 version.leases -= 1
                 if version.forgotten:
                     self._forget(version)
-                self._trim(version.ref.name)
+                if not self.needed(version):
+                    self._trim(version.ref.name)
 
     def _find(self, selector: str) -> Version | None:
         if selector == BASE_ADAPTER.name:

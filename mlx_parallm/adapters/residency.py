@@ -244,7 +244,7 @@ class AdapterStore:
                 self._take_read(resident, resident.reading)
         if self._gone != self.registry.gone_total:
             self._gone = self.registry.gone_total
-            self._drop_unreachable()
+            self._drop_unneeded()
         if self._job is None:
             self._job = self._next_job()
         return self._job is not None
@@ -482,13 +482,15 @@ class AdapterStore:
         surplus = len(copies) - self._most_copies
         for resident in copies[:-1]:
             if surplus > 0 and (resident.version.readable or not self.registry.needed(resident.version)):
-                resident.weights = None
+                resident.weights, self._gone = None, -1
                 surplus -= 1
 
-    def _drop_unreachable(self) -> None:
-        """Drops what is kept of versions in no slot that nothing can ask for any more."""
+    def _drop_unneeded(self) -> None:
+        """Drops what is kept of versions in no slot that nothing can ask for any more, or whose weights are in their
+        files only."""
         for ref, resident in [*self._residents.items()]:
-            if ref not in self._waiting and resident.slot is None and self.unreachable(resident.version):
+            idle = resident.slot is None and ref not in self._waiting and not self._requests[ref]
+            if idle and (resident.weights is None or self.unreachable(resident.version)):
                 del self._residents[ref]
 
     # -- state -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections import Counter as Counts
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -153,17 +154,22 @@ class RecentGrowth:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._snapshots: deque[tuple[float, Counts[Counted]]] = deque()  # when, and the counters
+        self._last: Counts[Counted] = Counts()
+        self._grown: deque[tuple[float, Counts[Counted]]] = deque()  # when, and the growth since the one before
 
     def add(self, counters: Counts[Counted]) -> None:
         now = self._clock()
-        self._snapshots.append((now, counters))
-        while self._snapshots[0][0] < now - WINDOW_S:
-            self._snapshots.popleft()
+        self._grown.append((now, counters - self._last))
+        self._last = counters
+        while self._grown[0][0] < now - WINDOW_S:
+            self._grown.popleft()
 
     def until(self, counters: Counts[Counted]) -> Counts[Counted]:
-        """Their growth from the oldest snapshot to these values, where it is above 0."""
-        return counters - self._snapshots[0][1] if self._snapshots else +counters
+        """Their growth from the oldest time in the last minute to these values, where it is above 0."""
+        grown = counters - self._last
+        for _, one in islice(self._grown, 1, None):
+            grown += one
+        return grown & counters  # without those that are gone
 
 
 # -- metrics ---------------------------------------------------------------------------------------

@@ -221,6 +221,24 @@ async def test_an_episode_that_fails_costs_itself_only(fault, message) -> None:
         assert world.engine.running == 0
 
 
+async def test_a_thread_that_a_rollout_blocked_ends_with_it() -> None:
+    go = threading.Event()
+
+    class Blocks(Guess):
+        async def rollout(self, client, task):
+            go.wait()
+
+    before = {*threading.enumerate()}
+    async with rig(Blocks(), hinted, timeout_s=0.2) as world:
+        assert "took too long" in (await world.draw()).failures[0]
+        blocked = {*threading.enumerate()} - before
+        assert "environment" in {thread.name for thread in blocked}
+        go.set()
+        for thread in blocked:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 async def test_a_task_whose_episodes_all_fail_is_a_failure_and_is_not_collected() -> None:
     class Broken(Guess):
         async def rollout(self, client, task):

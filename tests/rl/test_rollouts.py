@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
-from rl.rollout_rig import LIVE, last_message, rig, text_of
+from rl.rollout_rig import LIVE, Tokenizer, last_message, rig, text_of
 
+from mlx_parallm.config import Config, RLTrainingConfig
 from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, WorkClass
 from mlx_parallm.errors import ContextLengthError, EngineDeadError, StepFailedError, TrainingFailedError
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.rollouts.answers import RolloutResult
+from mlx_parallm.rl.rollouts.environment import EnvironmentRollouts
 
 
 class Numbers:
@@ -97,3 +101,24 @@ async def test_a_dead_engine_ends_the_rollouts() -> None:
     async with rig(Numbers(), dies) as world:
         with pytest.raises(EngineDeadError):
             await world.draw(2)
+
+
+async def test_tasks_of_earlier_processes_take_none_of_the_time_for_the_next() -> None:
+    class Slow(Numbers):
+        def tasks(self, seed: int):
+            for task in super().tasks(seed):
+                time.sleep(0.02)
+                yield task
+
+    config = Config(rl_training=RLTrainingConfig(rollout_timeout_s=0.2))
+    service = SimpleNamespace(parts=SimpleNamespace(held_out=(), adapters=None))
+    for source in (Slow(), Slow(last=29)):
+        rollouts = EnvironmentRollouts(config, service, Tokenizer(), "r", source, 2)
+        await rollouts.open(30)
+        if source.last > 30:
+            (task,) = (await rollouts.take(1)).tasks
+            assert task.messages[0]["content"] == "30?"
+            assert rollouts.taken == 31
+        else:
+            (fault,) = (await rollouts.take(1)).tasks
+            assert isinstance(fault, KeyError)

@@ -28,8 +28,8 @@ _END_S = 3.0
 class EnvironmentThread:
     """Runs coroutines on an event loop of a daemon thread, with time limits. Used on one other event loop only.
 
-    A thread that a rollout blocks for good is left behind, together with the rollouts that run on it, and the next one
-    gets a new thread. Threads that were left behind do not keep the process from ending.
+    A thread that a rollout blocks is left behind, together with the rollouts that run on it, and the next one gets a
+    new thread. One that was left behind ends when nothing blocks it any more, and does not keep the process from ending.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class EnvironmentThread:
             Exception: what it raised.
         """
         loop, blocked = self._running_loop(), self._blocked
-        running = asyncio.run_coroutine_threadsafe(_guarded(coroutine()), loop)
+        running = asyncio.run_coroutine_threadsafe(_guarded(coroutine), loop)
         result, left_behind = asyncio.wrap_future(running), asyncio.ensure_future(blocked.wait())
         either: tuple[asyncio.Future[Any], ...] = (result, left_behind)
         try:
@@ -81,6 +81,7 @@ class EnvironmentThread:
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
         except TimeoutError:
             blocked.set()
+            loop.call_soon_threadsafe(loop.stop)  # the thread ends once nothing blocks it
             if self._loop is loop:
                 self._loop = None
 
@@ -93,10 +94,10 @@ class EnvironmentThread:
             self._thread.join(_END_S)
 
 
-async def _guarded(coroutine: Coroutine[Any, Any, T]) -> T:
+async def _guarded(coroutine: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Turns what would end the thread, or look like a cancellation by the caller, into an error."""
     try:
-        return await coroutine
+        return await coroutine()
     except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():

@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -183,7 +184,11 @@ class EnvironmentRollouts:
         tasks = without(self._source.tasks(self._config.rl_training.seed), self._service.parts.held_out)
         curriculum = self._config.rl_training.curriculum
         if not curriculum.enabled:
-            return itertools.islice(tasks, taken, None)
+            try:
+                deque(itertools.islice(tasks, taken), maxlen=0)  # now: a take has a limit of time
+            except Exception:  # a user's environment may raise anything; the next take says that no task comes
+                _log.exception("the environment fails before task %d, where this run goes on", taken)
+            return tasks
         first = next(tasks)
         tasks = itertools.chain([first], tasks)
         if first.level is None:
