@@ -7,7 +7,7 @@ import pytest
 from cluster.test_archive import GOOD
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import AdapterFileError, StorageError
+from mlx_parallm.errors import AdapterFileError, EngineError, StorageError
 from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
 from mlx_parallm.extras.cluster.follower import RegistryFollower
 from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
@@ -121,9 +121,14 @@ async def test_another_content_under_the_same_number_is_not_taken_for_the_same(n
     await until(lambda: node.adapters.done[:2] == ["release math@1", "hold math@1"])
 
 
-async def test_a_version_that_a_full_disk_kept_out_is_held_when_there_is_room(node, monkeypatch):
+async def test_a_version_that_a_fault_of_the_node_kept_out_is_held_when_it_is_over(node, monkeypatch):
     monkeypatch.setattr("mlx_parallm.extras.cluster.follower._TRY_AGAIN_S", 0.2)
-    node.fetch_errors += [OSError(28, "No space left on device"), StorageError("the disk is full")]
+    node.fetch_errors += [
+        OSError(28, "No space left on device"),
+        StorageError("the disk is full"),
+        EngineError("the archive of math@1 arrived damaged"),
+        RuntimeError("[metal::malloc] the device has no memory"),
+    ]
     await node(state(None, version(1)))
     await until(lambda: node.follower.unusable)
     await until(lambda: node.follower.holds == ("math@1",))
@@ -137,6 +142,22 @@ async def test_a_node_has_followed_when_it_serves_what_it_could_of_the_registry(
     await node(state(version(2), version(1), version(2)))
     await node.follower.followed.wait()
     assert node.adapters.live("math") == AdapterRef("math", 2)
+
+
+async def test_what_fails_when_a_version_goes_live_is_tried_again_and_ends_nothing(node, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.extras.cluster.follower._AGAIN_S", 0.01)
+    flip, faults = node.adapters.flip, [RuntimeError("the device has failed"), OSError(30, "Read-only file system")]
+
+    async def fails_at_first(ref):
+        if faults:
+            raise faults.pop(0)
+        await flip(ref)
+
+    node.adapters.flip = fails_at_first
+    await node(state(version(1), version(1)))
+    await until(lambda: node.adapters.live("math") == AdapterRef("math", 1))
+    await node(state(version(2), version(1), version(2)))
+    await until(lambda: node.adapters.live("math") == AdapterRef("math", 2))
 
 
 async def test_a_head_that_is_starting_again_is_asked_again(node):

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from mlx_parallm import atomic
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import EngineError, ParaLLMError, RequestError, StorageError
+from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
 from mlx_parallm.extras.cluster.archive import unpack
 from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
 from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
@@ -52,8 +52,8 @@ class RegistryFollower:
 
     Attributes:
         state: the registry as it was read last.
-        unusable: versions that cannot be served here, with the reason. Those that could not be written or read are
-            tried again.
+        unusable: versions that cannot be served here, with the reason. They are tried again after a fault of the network,
+            the disk or the device.
         followed: set once this node serves what it could of a state of the registry.
     """
 
@@ -103,12 +103,12 @@ class RegistryFollower:
                 try:
                     await self._follow(self.state)
                     self.followed.set()
-                except EngineError as error:  # the head or NATS may be starting again
-                    _log.warning("%s", error)
-                    await asyncio.sleep(_AGAIN_S)
-                    news.set()
                 except RequestError as error:  # such as a version that somebody has unloaded here
                     _log.error("%s", error)
+                except Exception as error:  # the head or NATS may be starting again, or the device or a disk has failed
+                    _log.warning("versions of the cluster: %s", error or repr(error))
+                    await asyncio.sleep(_AGAIN_S)
+                    news.set()
 
     async def _follow(self, state: VersionState) -> None:
         usable_again = self._try_again | (self.unusable.keys() - state.staged.keys())
@@ -142,10 +142,10 @@ class RegistryFollower:
             await self._adapters.hold(version.ref, folder)
         except HeadUnreachableError:
             raise
-        except (ParaLLMError, OSError) as error:  # the other versions are served all the same
+        except Exception as error:  # whatever it is, the other versions are served all the same
             _log.error("%s cannot be served here: %s", version.ref, error)
             self.unusable[version.ref] = str(error)
-            if isinstance(error, OSError | StorageError):  # such as a full disk
+            if isinstance(error, EngineError) or not isinstance(error, ParaLLMError):  # not the version's own fault
                 self._try_again.add(version.ref)
             return
         finally:

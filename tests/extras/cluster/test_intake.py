@@ -17,6 +17,7 @@ from mlx_parallm.extras.cluster.running.run import ClusterIntake
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Feedback
 from mlx_parallm.rl.runs.store import JournalFile
+from mlx_parallm.rl.trajectories import DropReason
 
 
 @dataclass(eq=False)
@@ -96,6 +97,16 @@ async def test_a_message_is_acknowledged_when_its_update_is_in_a_checkpoint(trai
     await trainer.service.save(None, None, (), {})
     await trainer.intake.acknowledge()
     assert (first.acknowledged, second.acknowledged) == (1, 1)
+
+
+async def test_what_is_dropped_is_acknowledged_without_a_checkpoint(trainer):
+    """Else all answers that nobody rewards would wait in memory, and come again every minute, until there is one."""
+    dropped, waits = answers("a", scorer=None), answers("b", scorer=None)
+    await trainer.take(dropped, waits)
+    buffer = trainer.service.trajectories.buffer
+    buffer.drop(buffer.find("group-a"), DropReason.TIMEOUT)
+    await trainer.take(answers("c", scorer=None))
+    assert (dropped.acknowledged, waits.acknowledged) == (1, 0)
 
 
 async def test_the_next_process_knows_what_the_one_before_has_taken(trainer, tmp_path):

@@ -26,17 +26,25 @@ from mlx_parallm.extras.cluster.trajectories import Delivery
 from mlx_parallm.rl.runs.records import Arrival, Feedback, GroupEntry
 from mlx_parallm.rl.service import TrainingService
 from mlx_parallm.rl.status import TrainingEvent
-from mlx_parallm.rl.trajectories import TrajectoryGroup
+from mlx_parallm.rl.trajectories import TrajectoryGroup, TrajectoryState
 
 _AGAIN_S = 0.1
 
 
 @dataclass(eq=False, slots=True)
 class _HeldDelivery:
-    """A message that is not acknowledged. `waiting`: ids of its trajectories that are neither trained nor dropped."""
+    """A message that is not acknowledged.
 
+    Attributes:
+        first: id of its first trajectory.
+        waiting: ids of its trajectories that are neither trained nor dropped.
+        trained: whether one of them is trained.
+    """
+
+    first: str
     delivery: Delivery
     waiting: set[str]
+    trained: bool = False
 
 
 class ClusterIntake:
@@ -50,7 +58,7 @@ class ClusterIntake:
         self._service = service
         self._held: dict[str, _HeldDelivery] = {}  # by the id of the first trajectory of each message
         self._of_trajectory: dict[str, _HeldDelivery] = {}
-        self._in_checkpoint: list[Delivery] = []
+        self._done: list[Delivery] = []  # to be acknowledged
         self._told = False  # that some answers wait for feedback
         service.hooks.ended.append(self._on_end)
         service.add_sink(self._on_event)
@@ -68,8 +76,8 @@ class ClusterIntake:
                 await self.acknowledge()
 
     async def acknowledge(self) -> None:
-        """Acknowledges what has ended and is in a checkpoint."""
-        done, self._in_checkpoint = self._in_checkpoint, []
+        """Acknowledges what was dropped, and what was trained on and is in a checkpoint."""
+        done, self._done = self._done, []
         for delivery in done:
             await delivery.acknowledge()
 
@@ -102,7 +110,7 @@ class ClusterIntake:
         if not waiting:
             await delivery.acknowledge()
             return
-        held = self._held[first] = _HeldDelivery(delivery, waiting)
+        held = self._held[first] = _HeldDelivery(first, delivery, waiting)
         self._of_trajectory.update(dict.fromkeys(waiting, held))
         if not known:
             self._tell_of_feedback(trajectories[0])
@@ -142,16 +150,22 @@ class ClusterIntake:
     # -- what has ended --------------------------------------------------------------------------
 
     def _on_end(self, group: TrajectoryGroup) -> None:
-        for turn in (turn for member in group.members for turn in member.turns):
-            if (held := self._of_trajectory.pop(turn.trajectory_id, None)) is not None:
-                held.waiting.discard(turn.trajectory_id)
+        for member in group.members:
+            for turn in member.turns:
+                if (held := self._of_trajectory.pop(turn.trajectory_id, None)) is not None:
+                    held.waiting.discard(turn.trajectory_id)
+                    held.trained |= member.state is TrajectoryState.TRAINED
+                    if not held.waiting and not held.trained:
+                        self._let_go(held)
 
     def _on_event(self, event: TrainingEvent) -> None:
         """A checkpoint has all updates that were made before it, because none is made while it is written."""
         if event.kind == "checkpoint":
-            done = {first: held for first, held in self._held.items() if not held.waiting}
-            self._in_checkpoint += [held.delivery for held in done.values()]
-            self._held = {first: held for first, held in self._held.items() if first not in done}
+            for held in [held for held in self._held.values() if not held.waiting]:
+                self._let_go(held)
+
+    def _let_go(self, held: _HeldDelivery) -> None:
+        self._done.append(self._held.pop(held.first).delivery)
 
 
 _POLL_S = 0.05
