@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -29,6 +29,8 @@ from mlx_parallm.core.device import completed
 from mlx_parallm.errors import AdapterTooLargeError, AdapterUnavailableError, UnknownModelError
 
 T = TypeVar("T")
+
+Job = Generator[None, None, None]
 
 READ_AHEAD = 2
 """How many of the waiting versions have their files read before there is a slot for them."""
@@ -129,8 +131,8 @@ class AdapterStore:
         self._slots: dict[int, Resident] = {}  # those of them that are in one
         self._reserved: set[int] = set()  # slots whose content is being written or copied out
         self._requests: Counter[AdapterRef] = Counter()
-        self._asked: deque[Iterator[None]] = deque()  # jobs that a caller has asked for
-        self._job: Iterator[None] | None = None
+        self._asked: deque[Job] = deque()  # jobs that a caller has asked for
+        self._job: Job | None = None
         self._gone = 0  # versions that the registry had dropped when their copies were last looked for
         self._make_room = False  # the last version was urgent: grow the bank before the next one comes
 
@@ -220,17 +222,23 @@ class AdapterStore:
         return self._ask(self._evict_idle())
 
     def _ask(self, job: Generator[None, None, T]) -> Future[T]:
-        """Queues a job. The future gets its return value, or its error."""
+        """Queues a job. The future gets its return value, or its error, or that it was closed before it ended."""
         done: Future[T] = Future()
 
-        def completing() -> Iterator[None]:
+        def completing() -> Job:
             try:
+                yield
                 done.set_result((yield from job))
+            except GeneratorExit:
+                done.set_exception(AdapterUnavailableError("the device failed, or the base model was unloaded"))
+                raise
             except Exception as error:  # the caller gets it here; the device loop recovers from the fault
                 done.set_exception(error)
                 raise
 
-        self._asked.append(completing())
+        asked = completing()
+        next(asked)  # so that it can be closed before its first unit too
+        self._asked.append(asked)
         return done
 
     # -- device work -----------------------------------------------------------------------------
@@ -266,6 +274,8 @@ class AdapterStore:
         """Empties all slots, none of which is pinned, and frees the bank. Versions with copies or files are staged
         again on demand."""
         assert not self.pinned
+        if self._job is not None:
+            self._job.close()
         self._job = None
         for slot in [*self._slots]:
             self._leave(slot)
@@ -274,13 +284,17 @@ class AdapterStore:
         self.bytes_held = 0
 
     def unload(self) -> None:
-        """Frees the bank and all copies for good, when the base model is unloaded. Loads under way fail."""
+        """Frees the bank and all copies for good, when the base model is unloaded. Loads under way fail, and so does
+        what was asked."""
         for ref, resident in [*self._waiting.items()]:
             self._fail(resident, AdapterUnavailableError(f"the base model of {ref} was unloaded"))
         self.reset()
+        for job in self._asked:
+            job.close()
+        self._asked.clear()
         self._residents.clear()
 
-    def _next_job(self) -> Iterator[None] | None:
+    def _next_job(self) -> Job | None:
         """A job that a caller has asked for; else, if there is a slot, the staging of the first version that waits and
         whose weights are in memory; else the growth of the bank. Also starts reading the files of the first ones."""
         if self._asked:
@@ -323,7 +337,7 @@ class AdapterStore:
         if staying and len(self._slots) - len(staying) < wanted:
             min(staying, key=lambda resident: resident.since).draining = True
 
-    def _stage(self, resident: Resident) -> Iterator[None]:
+    def _stage(self, resident: Resident) -> Job:
         """Moves a version that waits into a slot, after evicting the version in it. Looks for the slot when it begins,
         because sequences may have been admitted since the job was chosen."""
         slot, weights, ref = self._find_slot(), resident.weights, resident.version.ref
@@ -372,7 +386,7 @@ class AdapterStore:
         resident.used = time.monotonic()
         return resident
 
-    def _evict(self, slot: int) -> Iterator[None]:
+    def _evict(self, slot: int) -> Job:
         """Reserves a slot, and keeps a copy of the version in it. There is no copy if the version is unreachable, or if
         copies are switched off and its files can be read again."""
         self._reserved.add(slot)
@@ -397,7 +411,7 @@ class AdapterStore:
             self.bank.clear()
             self.bytes_held = 0
 
-    def _grow(self) -> Iterator[None]:
+    def _grow(self) -> Job:
         """Makes room in the bank before the next version comes, because growing takes longer than writing a slot."""
         if (slot := self._find_slot()) is not None:
             yield from self.bank.make_room(slot)

@@ -167,7 +167,8 @@ class DeviceLoader:
         return self.served(base)
 
     async def unload(self, base: str) -> None:
-        """Unloads a base model that nobody uses, and frees its memory."""
+        """Unloads a base model that nobody uses, and frees its memory. Raises the device's error; it is unloaded then
+        too, as far as that went."""
         await self._processor.unload(base)
 
     def served(self, base: str) -> ServedModel:
@@ -453,9 +454,14 @@ class BaseSet:
 
     async def _unload(self, resident: ResidentModel) -> None:
         resident.leaving = True  # new requests wait
-        await self._loader.unload(resident.name)
+        try:
+            await self._loader.unload(resident.name)
+            _log.info("unloaded the base model %s", resident.name)
+        except EngineDeadError:
+            raise
+        except Exception:  # the device: the base model takes no requests any more, and may be loaded again
+            _log.exception("the base model %s was not unloaded as a whole", resident.name)
         resident.loaded, resident.leaving = False, False
-        _log.info("unloaded the base model %s", resident.name)
 
     def _keep(self, residents: Iterable[ResidentModel]) -> None:
         """Base models that were to give way, and are loaded still, take requests again."""

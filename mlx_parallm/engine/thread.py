@@ -478,12 +478,14 @@ class ContinuousBatchProcessor:
     def _unload(self, base: str) -> None:
         engine = self._engines.pop(base)
         self._fair_share.remove(base)
-        engine.rest()
-        self._bases.unloaded(base, engine.stats())
-        engine.unload()
-        del engine
-        _free()
-        self._refresh()
+        try:
+            engine.rest()
+            self._bases.unloaded(base, engine.stats())
+            engine.unload()
+        finally:
+            del engine
+            _free()
+            self._refresh()
 
     # -- all engines -----------------------------------------------------------------------------
 

@@ -18,13 +18,14 @@ from mlx_parallm.errors import (
 
 class FakeLoader:
     """Every base model has 6 bytes. `log`: what was loaded and unloaded, in order; a load waits while `hold` is set.
-    `errors`: what a load raises."""
+    `errors`, `unload_errors`: what a load raises, and what the next unloads raise."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.hold = asyncio.Event()
         self.hold.set()
         self.errors: dict[str, Exception] = {}
+        self.unload_errors: list[Exception] = []
         self.sizes: dict[str, int] = {}
         self.adapters = {"tone": "a", "math": "b"}
 
@@ -40,6 +41,8 @@ class FakeLoader:
 
     async def unload(self, base: str) -> None:
         self.log.append(f"-{base}")
+        if self.unload_errors:
+            raise self.unload_errors.pop()
 
     def owner(self, adapter: str) -> str | None:
         return self.adapters.get(adapter)
@@ -96,6 +99,22 @@ async def test_a_load_that_failed_is_tried_again_later(monkeypatch: pytest.Monke
         del loader.errors["b"]
         assert await use(models, "b") == "b"
         assert models.statuses()[1] == BaseStatus("b", ModelState.LOADED, served("b").card)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+async def test_a_fault_of_an_unload_costs_no_request(idle: bool) -> None:
+    """Of an unload because nobody used it, or because it gave way."""
+    options = {"room": 20, "idle_unload_s": 0.01} if idle else {"room": 10}
+    async with base_models(**options) as (models, loader):
+        loader.unload_errors = [RuntimeError("[metal::malloc]")]
+        if idle:
+            while states(models)["a"] == "loaded":
+                await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            for base in "bab":
+                assert await use(models, base) == base
+        assert not loader.unload_errors
+        assert loader.log[:2] == ["-a", "+b"]
 
 
 async def test_one_that_never_fits_unloads_no_other() -> None:

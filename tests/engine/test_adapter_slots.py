@@ -293,3 +293,25 @@ def test_an_adapter_that_is_unloaded_while_its_files_are_read_is_forgotten() -> 
     assert not harness.tokens("one")
     assert harness.adapters.copies == 0
     assert one not in harness.adapters._residents
+
+
+@pytest.mark.parametrize("units", [0, 1])
+@pytest.mark.parametrize("ends", ["reset", "unload"])
+def test_who_asks_for_weights_is_told_when_the_device_fails_or_the_base_model_goes(ends: str, units: int) -> None:
+    """A rollback waits for them, and all later loads wait for the rollback."""
+    harness = make_harness(slots=2)
+    ref = harness.publish("a", random_adapter(layout_of(tiny_model("llama")), 1))
+    store = harness.adapters
+    weights = store.extract(store.registry.version(ref))
+    assert store.waits()
+    for _ in range(units):
+        store.advance()
+    idle = store.evict_idle()
+    getattr(store, ends)()
+    with pytest.raises(AdapterUnavailableError):
+        weights.result(timeout=0)
+    if ends == "unload":
+        with pytest.raises(AdapterUnavailableError):
+            idle.result(timeout=0)
+    else:
+        harness.wait(idle)
