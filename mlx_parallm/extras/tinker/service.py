@@ -259,12 +259,19 @@ class TinkerService:
 
     async def publish(self, name: str) -> AdapterRef:
         """Makes the policy as it is now a version that requests can name. The newest few of a policy are kept, until it
-        is closed."""
+        is closed.
+
+        Raises:
+            UnknownModelError: the policy was closed meanwhile.
+        """
         opened = self._policy(name)
         if opened.current is not None and self._is_known(opened.current):
             return opened.current
         weights = self._learner.weights(name)
         version = await self._adapters.publish(name, weights, VersionInfo.of(weights), goes_live=False)
+        if self._open.get(name) is not opened:
+            self._adapters.discard(version.ref)  # `close` did not know of it
+            raise UnknownModelError(f"the policy {name!r} was closed while it was published")
         opened.current = version.ref
         opened.published.append(version.ref)
         while len(opened.published) > KEPT_VERSIONS:
