@@ -149,3 +149,21 @@ def test_what_a_checkpoint_misses_and_the_journal_too_is_lost_and_counted() -> N
     assert (found.updates, found.lost, found.is_new, found.last) == ((), 3, True, 11)
     assert plan(whole, StartPoint("math@8", "checkpoint-8", 8)).lost == 2, "they were removed"
     assert plan([*reduced, *whole], StartPoint("math@9", "checkpoint-9", 9)).updates == tuple(whole)
+
+
+async def test_without_updates_dropped_answers_that_nobody_has_rewarded_do_not_fill_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(JournalFile(path), keep=1)
+    await journal.accept("math", trajectories("waits", REF))
+    await journal.accept("math", trajectories("preferences-1", REF))
+    await journal.accept("math", trajectories("rewarded", REF), [Score("rewarded-0", 0.5), Score("rewarded-1", 0.5)])
+    journal.dropped([f"{name}-{at}" for name in ("preferences-1", "rewarded") for at in (0, 1)], "zero_variance")
+    for number in range(200):
+        await journal.accept("math", trajectories(f"chat{number}", REF), [Closed(f"chat{number}")])
+        journal.dropped([f"chat{number}-0", f"chat{number}-1"], "timeout")
+    assert await journal.fate("chat199-1") is not None, "feedback for it may still come"
+    assert await journal.fate("chat0-0") is None
+    for name in ("waits", "preferences-1", "rewarded"):
+        assert await journal.fate(f"{name}-1") is not None
+    await journal.close()
+    assert counts(path)[1] <= 4 + 100 + 3 * 12

@@ -5,7 +5,8 @@
 
 The checkpoint that covers a change makes it unnecessary for recovery. Changes and trajectories that are newer than the
 `cut` stay as they are, for late feedback and for people who look at them. What waits is never removed, and neither are
-preferences, which reward models learn from whatever became of them.
+preferences, which reward models learn from whatever became of them. Of the answers that nobody has rewarded before they
+were dropped, the newest stay, whether there are updates or not.
 
 A compaction is a generator. Each step is one short transaction, so a crash leaves a whole journal, and other commits
 wait for one step at most. Changes are reduced before their trajectories go: a change that is whole can be made again.
@@ -44,6 +45,13 @@ _REMOVE_ENTRIES = (
     f"intake t WHERE t.adapter = ?1 AND t.group_id = ?2 AND t.kind = '{TRAJECTORY}' AND t.number < intake.number)"
 )
 """Removes the entries of a group that are older than all trajectories that it still has."""
+_UNREWARDED = (
+    f"FROM intake i JOIN ends e USING (trajectory_id) WHERE i.kind = '{TRAJECTORY}' AND e.state = 'dropped' "
+    f"AND i.group_id NOT GLOB '{_PREFERENCES}*' AND NOT EXISTS "
+    f"(SELECT 1 FROM intake r WHERE r.trajectory_id = i.trajectory_id AND r.kind != '{TRAJECTORY}')"
+)
+_COUNT_UNREWARDED = f"SELECT count(*) {_UNREWARDED}"
+_OLDEST_UNREWARDED = f"SELECT i.adapter, i.group_id, i.trajectory_id {_UNREWARDED} ORDER BY i.number LIMIT ?"
 
 
 def compaction(
@@ -66,6 +74,21 @@ def compaction(
         return
     yield from _reduce_changes(file, adapter, cut)
     yield from _remove_trajectories(file, adapter, cut, needed)
+
+
+def removal_of_unrewarded(file: JournalFile, keep: int) -> Iterator[None]:
+    """Removes dropped answers, of all adapters, for which nothing has come, but for the newest `keep`: feedback for them
+    may still come. In the thread that writes the file.
+
+    Raises:
+        StorageError, ConfigError: see `compaction`.
+    """
+    ((count,),) = file.rows(_COUNT_UNREWARDED) or [(0,)]
+    for left in range(count - keep, 0, -_ENTRIES_A_STEP):
+        oldest = file.rows(_OLDEST_UNREWARDED, min(left, _ENTRIES_A_STEP))
+        for adapter in {adapter for adapter, _, _ in oldest}:
+            file.remove(_removal(adapter, [(group_id, one) for of, group_id, one in oldest if of == adapter]))
+        yield
 
 
 def _reduce_changes(file: JournalFile, adapter: str, cut: int) -> Iterator[None]:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from mlx_parallm.core.trajectories import Trajectory
 from mlx_parallm.errors import ConfigError, StorageError
-from mlx_parallm.rl.runs.compaction import compaction
+from mlx_parallm.rl.runs.compaction import compaction, removal_of_unrewarded
 from mlx_parallm.rl.runs.records import (
     Fate,
     GroupEntry,
@@ -40,6 +40,9 @@ _log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0
 """After so long without a commit, the rows are moved out of the WAL."""
+
+_UNREWARDED_KEPT = 100
+"""So many dropped answers without a reward are kept for each change that is kept."""
 
 _FORGET = ("DELETE FROM intake WHERE trajectory_id = ?", "DELETE FROM ends WHERE trajectory_id = ?")
 _IN = "INSERT INTO intake (adapter, group_id, trajectory_id, kind, arrival, body) VALUES (?, ?, ?, ?, ?, ?)"
@@ -75,6 +78,7 @@ class Journal:
         self._keep = keep
         self._compacting: asyncio.Task[None] | None = None
         self._compacted: dict[str, int] = {}  # the last change that a compaction of this process was asked to remove
+        self._dropped = 0  # trajectories, since the last removal of those that nobody has rewarded
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="journal")
         self._waiting: list[_Entry] = []
         self._unwritten: list[_Entry] = []  # kept ones, in order, that the disk has refused
@@ -153,9 +157,13 @@ class Journal:
         self._submit(partial(_accepted, adapter, tuple(trajectories), tuple(entries)), kept=True)
 
     def dropped(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        """Trajectories that will not be trained on."""
+        """Trajectories that will not be trained on. From time to time, old ones that nobody has rewarded are removed."""
         rows = [(one, "dropped", reason, time.time()) for one in trajectory_ids]
         self._submit(lambda: [(_END, rows)], kept=True)
+        self._dropped += len(rows)
+        if self._file is not None and self._compacting is None and self._dropped > _UNREWARDED_KEPT * self._keep // 10:
+            self._dropped = 0
+            self._remove(removal_of_unrewarded(self._file, _UNREWARDED_KEPT * self._keep))
 
     async def forget(self, adapter: str) -> None:
         """See `JournalFile.forget`."""
@@ -168,8 +176,10 @@ class Journal:
         is_worthwhile = covered - self._compacted.get(adapter, 0) > self._keep // 10
         if self._file is not None and self._compacting is None and is_worthwhile:
             self._compacted[adapter] = covered
-            steps = compaction(self._file, adapter, covered, self._keep, frozenset(needed))
-            self._compacting = spawn(self._compact(steps), _log, "removing old entries from the journal")
+            self._remove(compaction(self._file, adapter, covered, self._keep, frozenset(needed)))
+
+    def _remove(self, steps: Iterator[None]) -> None:
+        self._compacting = spawn(self._compact(steps), _log, "removing old entries from the journal")
 
     async def _compact(self, steps: Iterator[None]) -> None:
         """Commits of clients come between two steps."""
@@ -178,7 +188,7 @@ class Journal:
             while more and not self._closed:
                 more = bool(await self.read(lambda _: next(steps, False) is None))
         except (StorageError, ConfigError) as error:
-            _log.warning("%s; old entries will be removed after a later checkpoint", error)
+            _log.warning("%s; old entries will be removed later", error)
         finally:
             self._compacting = None
 
