@@ -459,7 +459,7 @@ class BaseSet:
             _log.info("unloaded the base model %s", resident.name)
         except EngineDeadError:
             raise
-        except Exception:  # the device: the base model takes no requests any more, and may be loaded again
+        except Exception:  # noqa: BLE001 - the device: this base model takes no requests, and may be loaded again
             _log.exception("the base model %s was not unloaded as a whole", resident.name)
         resident.loaded, resident.leaving = False, False
 

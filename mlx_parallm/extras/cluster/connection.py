@@ -260,4 +260,4 @@ async def stored() -> AsyncIterator[None]:
     try:
         yield
     except NatsError as error:
-        raise StorageError(f"the cluster's registry cannot be reached: {error or type(error).__name__}") from error
+        raise StorageError(f"the cluster's registry cannot be reached: {str(error) or type(error).__name__}") from error

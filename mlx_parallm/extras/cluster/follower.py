@@ -52,8 +52,8 @@ class RegistryFollower:
 
     Attributes:
         state: the registry as it was read last.
-        unusable: versions that cannot be served here, with the reason. They are tried again after a fault of the network,
-            the disk or the device.
+        unusable: versions that cannot be served here, with the reason. They are tried again after a fault of the
+            network, the disk or the device.
         followed: set once this node serves what it could of a state of the registry.
     """
 
@@ -105,8 +105,8 @@ class RegistryFollower:
                     self.followed.set()
                 except RequestError as error:  # such as a version that somebody has unloaded here
                     _log.error("%s", error)
-                except Exception as error:  # the head or NATS may be starting again, or the device or a disk has failed
-                    _log.warning("versions of the cluster: %s", error or repr(error))
+                except Exception as error:  # noqa: BLE001 - NATS or the head starts again, a device or disk has failed
+                    _log.warning("%s", str(error) or repr(error))
                     await asyncio.sleep(_AGAIN_S)
                     news.set()
 
@@ -142,7 +142,7 @@ class RegistryFollower:
             await self._adapters.hold(version.ref, folder)
         except HeadUnreachableError:
             raise
-        except Exception as error:  # whatever it is, the other versions are served all the same
+        except Exception as error:  # noqa: BLE001 - the other versions are served all the same
             _log.error("%s cannot be served here: %s", version.ref, error)
             self.unusable[version.ref] = str(error)
             if isinstance(error, EngineError) or not isinstance(error, ParaLLMError):  # not the version's own fault

@@ -169,7 +169,7 @@ class HeadClient:
 
     def _unreachable(self, error: Exception) -> HeadUnreachableError:
         return HeadUnreachableError(
-            f"no head answers at {self.address} ({error or type(error).__name__}); start it there with --share-model, "
+            f"no head answers at {self.address} ({str(error) or type(error).__name__}); start it there with --share-model, "
             "or correct --connect-to"
         )
 

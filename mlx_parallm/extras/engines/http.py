@@ -80,7 +80,7 @@ class EngineServer:
                     raise self.unusable(f"cannot be reached: {error}") from error
                 await asyncio.sleep(pause_s)
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                raise self.unusable(f"failed {path}: {error or type(error).__name__}") from error
+                raise self.unusable(f"failed {path}: {str(error) or type(error).__name__}") from error
         raise AssertionError("the last attempt returns or raises")
 
     async def _answer(self, method: str, path: str, body: Mapping[str, object] | None) -> Any:

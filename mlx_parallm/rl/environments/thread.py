@@ -29,7 +29,7 @@ class EnvironmentThread:
     """Runs coroutines on an event loop of a daemon thread, with time limits. Used on one other event loop only.
 
     A thread that a rollout blocks is left behind, together with the rollouts that run on it, and the next one gets a
-    new thread. One that was left behind ends when nothing blocks it any more, and does not keep the process from ending.
+    new thread. One that was left behind ends when nothing blocks it any more. It does not keep the process from ending.
     """
 
     def __init__(self) -> None:

@@ -186,7 +186,7 @@ class EnvironmentRollouts:
         if not curriculum.enabled:
             try:
                 deque(itertools.islice(tasks, taken), maxlen=0)  # now: a take has a limit of time
-            except Exception:  # a user's environment may raise anything; the next take says that no task comes
+            except Exception:  # noqa: BLE001 - a user's environment may raise anything; `take` says that no task comes
                 _log.exception("the environment fails before task %d, where this run goes on", taken)
             return tasks
         first = next(tasks)

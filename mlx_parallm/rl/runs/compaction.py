@@ -77,8 +77,8 @@ def compaction(
 
 
 def removal_of_unrewarded(file: JournalFile, keep: int) -> Iterator[None]:
-    """Removes dropped answers, of all adapters, for which nothing has come, but for the newest `keep`: feedback for them
-    may still come. In the thread that writes the file.
+    """Removes dropped answers, of all adapters, for which nothing has come, but for the newest `keep`, because feedback
+    for them may still come. In the thread that writes the file.
 
     Raises:
         StorageError, ConfigError: see `compaction`.

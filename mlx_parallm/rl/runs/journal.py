@@ -157,7 +157,7 @@ class Journal:
         self._submit(partial(_accepted, adapter, tuple(trajectories), tuple(entries)), kept=True)
 
     def dropped(self, trajectory_ids: Sequence[str], reason: str) -> None:
-        """Trajectories that will not be trained on. From time to time, old ones that nobody has rewarded are removed."""
+        """Trajectories that will not be trained on. Now and then, old ones that nobody has rewarded are removed."""
         rows = [(one, "dropped", reason, time.time()) for one in trajectory_ids]
         self._submit(lambda: [(_END, rows)], kept=True)
         self._dropped += len(rows)
