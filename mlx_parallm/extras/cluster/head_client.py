@@ -168,9 +168,9 @@ class HeadClient:
         raise HeadRefusesError(f"the head at {self.address} refuses this node: {reason}")
 
     def _unreachable(self, error: Exception) -> HeadUnreachableError:
+        reason = str(error) or type(error).__name__
         return HeadUnreachableError(
-            f"no head answers at {self.address} ({str(error) or type(error).__name__}); start it there with --share-model, "
-            "or correct --connect-to"
+            f"no head answers at {self.address} ({reason}); start it there with --share-model, or correct --connect-to"
         )
 
     def _read(self, kind: TypeAdapter[Any], response: httpx.Response) -> Any:

@@ -75,7 +75,8 @@ class Trajectories:
                 raise StorageError(f"the cluster's NATS server takes no message of {len(packed)} bytes") from error
             except NatsError as error:  # NATS may be starting again; one that arrived all the same has the same id
                 if not message_id or time.monotonic() > deadline:
-                    raise StorageError(f"the cluster cannot keep it now: {str(error) or type(error).__name__}") from error
+                    reason = str(error) or type(error).__name__
+                    raise StorageError(f"the cluster cannot keep it now: {reason}") from error
             await asyncio.sleep(_AGAIN_S)
 
     async def waiting(self, names: Iterable[str]) -> dict[str, int]:
