@@ -24,6 +24,7 @@ from mlx_parallm.rl.events import Emit
 from mlx_parallm.rl.groups import Added, Groups, group_of_episode
 from mlx_parallm.rl.parts import Changes, TrainingHooks, TrainingParts
 from mlx_parallm.rl.recording import outlived, record
+from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import Arrival, Closed, EpisodeReward, Feedback, GroupEntry, Score, TokenRewards
 from mlx_parallm.rl.scoring.scorers import ANSWER, lacks_answer, names_reward, terms_without_answer
 from mlx_parallm.rl.sources import SourceLedger
@@ -89,6 +90,15 @@ class Collector:
             _log.info("%d collected requests wait for %s again", len(versions), name)
             loop.wake()
         return too_late
+
+    def withdraw(self, name: str) -> None:
+        """Takes what waits for an adapter out of the buffer. In the journal it still waits, for a later `restore`."""
+        waiting = [turn for group in self.buffer.of(name) for member in group.members for turn in member.turns]
+        journal, self._journal = self._journal, Journal()  # which is not told that they are dropped
+        try:
+            self.buffer.remove([turn.trajectory_id for turn in waiting], DropReason.STOPPED)
+        finally:
+            self._journal = journal
 
     async def close(self) -> None:
         """Cancels all scoring."""

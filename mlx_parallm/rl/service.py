@@ -105,12 +105,17 @@ class TrainingService:
                 await loop.open()
                 loop.hold(self._hold_reason)
                 self._loops[name] = loop
-                if restore:
-                    too_late = await self.trajectories.restore(name, loop)
-                    for take in self.hooks.too_late:
-                        await take(too_late)
-                for begun in self.hooks.begun:
-                    begun(name)
+                try:
+                    if restore:
+                        too_late = await self.trajectories.restore(name, loop)
+                        for take in self.hooks.too_late:
+                            await take(too_late)
+                    for begun in self.hooks.begun:
+                        begun(name)
+                except Exception:  # without a loop that runs, what is collected for it would wait for ever
+                    self.trajectories.withdraw(name)
+                    await self._end(loop)
+                    raise
                 # In a context of its own, because its updates do not belong to the request that starts it.
                 self._running[name] = self.changes.spawn(loop.run(), Context())
             elif (live := loop.training.live) is not None and loop.training.versions.staleness(live) is None:
@@ -153,15 +158,20 @@ class TrainingService:
         async with self._starting:
             loop = self.loop(name)
             await loop.close()
-            self._running.pop(name).cancel()
             status = replace(loop.status(), state="stopped")
-            del self._loops[name]
-            self._note_trained()
             self.trajectories.buffer.drop_all(name, DropReason.STOPPED)
-            loop.training.checkpoints.set_best(None)
-            await self.parts.learner.close(name)
-            self.emit("stopped", adapter=name)
+            await self._end(loop)
+            self._note_trained()
             return status
+
+    async def _end(self, loop: AdapterRun) -> None:
+        """Ends what `start_adapter` has begun, whether or not it came to its end."""
+        del self._loops[loop.name]
+        if (running := self._running.pop(loop.name, None)) is not None:
+            running.cancel()
+        loop.training.checkpoints.set_best(None)
+        await self.parts.learner.close(loop.name)
+        self.emit("stopped", adapter=loop.name)
 
     async def forget(self, adapter: str) -> None:
         """Removes all that is known of an adapter, which is not in training. Raises StorageError."""

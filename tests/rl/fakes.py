@@ -56,6 +56,9 @@ class FakeLearner:
     async def open(self, name: str, start: PolicySnapshot | None) -> None:
         self.policies[name] = (value_of(start), start.step) if start else (0.0, 0)
 
+    async def close(self, name: str) -> None:
+        del self.policies[name]
+
     async def learn(
         self, name: str, batch: UpdateBatch, publish: Publish | None = None
     ) -> tuple[UpdateOutcome, AdapterRef | None]:

@@ -21,6 +21,7 @@ from rl.service_rig import GIVEN, SETTINGS, World, settle, until
 from mlx_parallm.adapters.cards import CheckpointCard
 from mlx_parallm.config import Action, Algorithm, CheckpointingConfig, ResolvedTraining
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
+from mlx_parallm.core.readers import EVERYTHING
 from mlx_parallm.core.requests import (
     CollectionSpec,
     FinishReason,
@@ -31,12 +32,12 @@ from mlx_parallm.core.requests import (
     StopParams,
 )
 from mlx_parallm.core.trajectories import GivenTrajectory
-from mlx_parallm.errors import ConflictError, EngineError, StorageError
+from mlx_parallm.errors import ConfigError, ConflictError, EngineError, StorageError
 from mlx_parallm.rl.runs.journal import Journal
 from mlx_parallm.rl.runs.records import PolicyChange, Rollback, Start, Update
 from mlx_parallm.rl.runs.replay import StartPoint, plan
 from mlx_parallm.rl.runs.store import JournalFile, Statements
-from mlx_parallm.rl.status import EvaluationResult
+from mlx_parallm.rl.status import EvaluationResult, TrainingEvent
 from mlx_parallm.rl.teachers import Teacher
 from mlx_parallm.rl.updates.adapter_training import AdapterTraining
 from mlx_parallm.train.data import UpdateBatch
@@ -157,6 +158,54 @@ async def test_what_waited_waits_again_with_its_rewards(tmp_path: Path) -> None:
     async with run.process() as one:
         assert one.states() == {silent[0]: "waiting"}, "nothing is trained on twice"
         assert one.service.status().current == AdapterRef("main", 1)
+
+
+@pytest.mark.parametrize("of_hook", [False, True])
+async def test_a_start_that_fails_is_as_none_and_the_next_one_has_all_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_hook: bool
+) -> None:
+    tone, errors = AdapterRef("tone", 1), [ConfigError("the journal cannot be read")]
+    run = Run(tmp_path / "journal.sqlite", changed(MANUAL, update_frequency=4))
+    async with run.process() as one:
+        await one.service.start("tone")
+        ids = await one.request(tone, scorer=None)
+        await one.service.trajectories.feedback(ids[0], 0.5)
+        for adapter in ("main", "tone"):
+            await one.service.save(adapter, None, (), {})
+
+    waiting = JournalFile.waiting
+
+    def read(file: JournalFile, adapter: str):
+        if errors and not of_hook:
+            raise errors.pop()
+        return waiting(file, adapter)
+
+    async def take(_: object) -> None:
+        if errors:
+            raise errors.pop()
+
+    async with run.process() as one:
+        one.publisher.restored(tone, run.saved[-1][1])
+        events: list[TrainingEvent] = []
+        one.service.add_sink(events.append)
+        one.service.hooks.too_late.append(take)
+        monkeypatch.setattr(JournalFile, "waiting", read)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            await one.service.start("tone")
+        assert (one.service.status().trained, one.states()) == (("main",), {})
+        assert "tone" not in one.learner.policies, "its memory is free again"
+        assert [event.kind for event in events if event.data["adapter"] == "tone"][-1] == "stopped"
+        with pytest.raises(ConflictError, match="not trained here"):
+            await one.service.trajectories.check(CollectionSpec("exact"), tone, EVERYTHING)
+        one.service.check_integrity()
+        await one.service.start("tone")
+        assert one.states() == {ids[0]: "scored", ids[1]: "waiting"}
+        await one.request(tone)
+        await one.service.trajectories.feedback(ids[1], 0.25)
+        await until(lambda: one.service.status("tone").updates_total == 1)
+        assert (await one.service.stop("tone")).state == "stopped"
+        assert one.service.status().trained == ("main",)
+        one.service.check_integrity()
 
 
 def watched(value: float) -> dict[str, float]:
