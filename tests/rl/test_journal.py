@@ -161,12 +161,17 @@ async def test_a_process_that_is_killed_loses_nothing_that_it_has_acknowledged(p
 # ---- faults -------------------------------------------------------------------------------------
 
 
-class FullDisk(JournalFile):
-    full = False
+FULL = "the journal of the run cannot be written: database or disk is full"
+
+
+class Refusing(JournalFile):
+    """`error`: what a commit raises."""
+
+    error: Exception | None = None
 
     def commit(self, statements) -> None:
-        if self.full:
-            raise StorageError("the journal of the run cannot be written: database or disk is full")
+        if self.error is not None:
+            raise self.error
         super().commit(statements)
 
 
@@ -348,13 +353,13 @@ async def test_what_is_left_of_a_cut_journal_is_used_if_the_operator_says_so(pat
 
 async def test_the_count_never_runs_ahead_of_the_journal(path: Path) -> None:
     """A full disk and a process that is killed are no damage."""
-    file = FullDisk(path)
+    file = Refusing(path)
     journal = Journal(file)
     await journal.accept("math", trajectories("a", REF))
-    file.full = True
+    file.error = StorageError(FULL)
     with pytest.raises(StorageError):
         await journal.accept("math", trajectories("b", REF))
-    file.full = False
+    file.error = None
     await journal.flush()
     assert path.with_name(COMMITS).read_text() == "1\n"
     await journal.close()
@@ -391,13 +396,17 @@ async def test_a_torn_end_of_the_wal_loses_only_what_was_not_acknowledged(path: 
         assert await reopened(path) == [["a-0", "a-1"]]
 
 
-async def test_a_full_disk_costs_the_clients_that_wait_and_keeps_what_has_happened(path: Path) -> None:
-    file = FullDisk(path)
+@pytest.mark.parametrize("error", [StorageError(FULL), MemoryError(), ConfigError("it is gone")], ids=repr)
+async def test_whatever_a_commit_fails_with_costs_the_clients_that_wait_and_keeps_what_has_happened(
+    path: Path, error: Exception
+) -> None:
+    file = Refusing(path)
     journal = Journal(file)
     await journal.accept("math", trajectories("a", REF))
-    file.full = True
-    with pytest.raises(StorageError, match="disk is full"):
-        await journal.accept("math", trajectories("b", REF))
+    file.error = error
+    async with asyncio.timeout(5):
+        with pytest.raises(StorageError, match=r"cannot be written: (database|MemoryError|it is gone)"):
+            await journal.accept("math", trajectories("b", REF))
     with pytest.raises(StorageError):
         await journal.entered("math", "a", Feedback("a-0", 1.0))
     journal.noted("math", "a", Score("a-0", 0.5))
@@ -405,7 +414,7 @@ async def test_a_full_disk_costs_the_clients_that_wait_and_keeps_what_has_happen
         await journal.changed(PolicyChange("math", 1, 1.0, Start("")))
     with pytest.raises(StorageError):
         await journal.flush()
-    file.full = False
+    file.error = None
     await journal.flush()
     await journal.close()
     assert await reopened(path) == [["a-0", "a-1"], Score("a-0", 0.5)], "what was refused is not there"

@@ -31,7 +31,7 @@ from mlx_parallm.rl.runs.records import (
     body_to_json,
     trajectory_to_json,
 )
-from mlx_parallm.rl.runs.store import SETTINGS, TRAJECTORY, JournalFile, Statements
+from mlx_parallm.rl.runs.store import SETTINGS, TRAJECTORY, JournalFile, Statements, unwritable
 from mlx_parallm.tasks import spawn
 
 T = TypeVar("T")
@@ -254,7 +254,10 @@ class Journal:
             while self._waiting:
                 entries, self._waiting = self._waiting, []
                 batch = [*self._unwritten, *entries]
-                error, unusable = await loop.run_in_executor(self._worker, _commit, file, batch)
+                try:
+                    error, unusable = await loop.run_in_executor(self._worker, _commit, file, batch)
+                except Exception as failure:  # noqa: BLE001 - whoever waits for these entries must be told
+                    error, unusable = unwritable(failure), {}
                 self._unwritten = [e for e in batch if e.kept and e not in unusable] if error is not None else []
                 self._tell(error)
                 for entry in entries:

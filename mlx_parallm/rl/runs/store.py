@@ -229,6 +229,10 @@ def lost(path: Path, commits: int, least: int) -> ConfigError:
     )
 
 
+def unwritable(error: Exception) -> StorageError:
+    return StorageError(f"the journal of the run cannot be written: {reason_of(error)}")
+
+
 def reason_of(error: Exception) -> str:
     """The error's text without a path."""
     return (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
@@ -321,7 +325,7 @@ class JournalFile:
                 for statement, rows in (*statements, (_COUNTED, [(str(number),)])):
                     connection.executemany(statement, rows)
         except (*ERRORS, OSError) as error:
-            raise StorageError(f"the journal of the run cannot be written: {reason_of(error)}") from error
+            raise unwritable(error) from error
         self._commits = number
         self._count.write(number)
 
