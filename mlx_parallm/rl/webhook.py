@@ -71,26 +71,30 @@ class Webhook:
             await self._worker
 
     async def _work(self) -> None:
-        async with await asyncio.to_thread(self._client) as client:  # reading certificates takes a while
-            while True:
-                body = await self._queue.get()
-                try:
-                    if why := await self._post(client, body):
-                        self._failed(why)
-                finally:
-                    self._queue.task_done()
+        while True:
+            body = await self._queue.get()
+            try:
+                if why := await self._post(body):
+                    self._failed(why)
+            finally:
+                self._queue.task_done()
 
     def _client(self) -> httpx.AsyncClient:
         direct = is_loopback(urlsplit(self._url).hostname or "")  # a proxy does not know this machine's addresses
         return httpx.AsyncClient(timeout=self._timeout_s, follow_redirects=False, trust_env=not direct)
 
-    async def _post(self, client: httpx.AsyncClient, body: Mapping[str, object]) -> str:
-        """Posts one body. Returns why that failed, or ""."""
+    async def _post(self, body: Mapping[str, object]) -> str:
+        """Posts one body, with a client of its own each time, as what one is made of may fail, or change. Returns why
+        that failed, or ""."""
         for pause_s in (*self._pauses_s, None):
             try:
-                async with asyncio.timeout(self._timeout_s), client.stream("POST", self._url, json=body) as response:
+                async with (
+                    asyncio.timeout(self._timeout_s),
+                    await asyncio.to_thread(self._client) as client,  # reading certificates takes a while
+                    client.stream("POST", self._url, json=body) as response,
+                ):
                     status = response.status_code  # its body is not read
-            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, later divergences are still posted
                 why = type(error).__name__
             else:
                 if status < 300:

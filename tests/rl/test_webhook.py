@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import httpx
 import pytest
 from pydantic import SecretStr
 from rl.service_rig import GIVEN, SETTINGS, world
@@ -103,6 +104,26 @@ async def test_a_receiver_in_trouble_is_asked_again_and_one_that_refuses_is_not(
         await hook.close()
     assert there.paths == ["/hook?token=s3cret"] * posts, "and no redirect is followed"
     assert hook.failures == failures
+
+
+async def test_a_client_that_cannot_be_made_is_a_failure_and_the_next_divergence_is_posted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client, errors = httpx.AsyncClient, [OSError(24, "Too many open files"), RuntimeError("can't start new thread")]
+
+    def made(**options: object) -> httpx.AsyncClient:
+        if errors:
+            raise errors.pop()
+        return client(**options)
+
+    monkeypatch.setattr(httpx, "AsyncClient", made)
+    async with receiver() as there:
+        hook = Webhook(there.url, pauses_s=())
+        for step in range(3):
+            hook.on_event(event(step=step))
+        await hook.close()
+    assert [body["step"] for body in there.bodies] == [2]
+    assert hook.failures == 2
 
 
 def posting_to(url: str) -> ResolvedTraining:
