@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 from configs import TRAINING, changed
 
-from mlx_parallm.rl.rollouts.answers import RolloutResult
+from mlx_parallm.errors import TrainingFailedError
+from mlx_parallm.rl.rollouts.answers import NoTaskYetError, RolloutResult
 from mlx_parallm.rl.rollouts.driver import RolloutDriver
 
 WANTED, SIZE = 4, 2
@@ -89,6 +90,25 @@ async def test_whatever_ends_the_rollouts_is_in_their_status(world: World, caplo
     await until(lambda: world.driver.state == "failed")
     assert "groups_in_scoring" in world.driver.last_failure
     assert "Traceback" in caplog.text
+
+
+async def test_a_task_that_comes_late_is_waited_for_again_and_the_end_of_the_tasks_ends_the_rollouts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlx_parallm.rl.rollouts.driver._FIRST_DELAY_S", 0.01)
+    await world.takes(2)
+    for sampled in world.sampling:
+        sampled.set_exception(NoTaskYetError("the environment gave no task within 9 s"))
+    world.sampling.clear()
+    await until(lambda: world.taken > 2)
+    assert (world.driver.state, world.driver.failed) == ("drawing", 2)
+    assert world.driver.last_failure == "the environment gave no task within 9 s", "the status says why"
+    world.end(1)
+    await until(lambda: world.driver.sampled == 1)
+    await until(lambda: bool(world.sampling))
+    world.sampling[0].set_exception(TrainingFailedError("the environment has no more tasks"))
+    await until(lambda: world.driver.state == "failed")
+    assert world.driver.last_failure == "the environment has no more tasks"
 
 
 async def test_while_rewards_are_awaited_the_groups_of_one_more_update_are_sampled(world: World) -> None:

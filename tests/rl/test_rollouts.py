@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from itertools import count
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from mlx_parallm.config import Config, RLTrainingConfig
 from mlx_parallm.core.requests import CollectionSpec, GenerationRequest, WorkClass
 from mlx_parallm.errors import ContextLengthError, EngineDeadError, StepFailedError, TrainingFailedError
 from mlx_parallm.rl.environments import Task
-from mlx_parallm.rl.rollouts.answers import RolloutResult
+from mlx_parallm.rl.rollouts.answers import NoTaskYetError, RolloutResult
 from mlx_parallm.rl.rollouts.environment import EnvironmentRollouts
 
 
@@ -92,6 +93,28 @@ async def test_a_task_that_fails_costs_itself_only(error: Exception) -> None:
         assert world.leases.held == 0
         with pytest.raises(TrainingFailedError, match="no more tasks after it raised: 'column'"):
             await world.draw(4)
+
+
+async def test_a_task_that_comes_too_late_is_the_next_one_and_none_is_lost() -> None:
+    comes = threading.Event()
+
+    class Stalling(Numbers):
+        def tasks(self, seed: int):
+            for number, task in enumerate(super().tasks(seed)):
+                if number == 1:
+                    comes.wait(20)
+                yield task
+
+    async with rig(Stalling(), lambda _: "y", timeout_s=0.1) as world:
+        await world.draw()
+        for _ in range(2):
+            with pytest.raises(NoTaskYetError, match=r"no task within 0\.1 s"):
+                await world.draw()
+        comes.set()
+        await world.draw()
+        await world.draw()
+    assert [last_message(request) for request in world.engine.requests] == ["0?", "1?", "2?"]
+    assert world.ended == {0: 2, 1: 2, 2: 2}, "they have the numbers that they have without the stall"
 
 
 async def test_a_dead_engine_ends_the_rollouts() -> None:

@@ -80,6 +80,10 @@ class TakenTasks:
         return self.first + len(self.tasks)
 
 
+class NoTaskYetError(TrainingFailedError):
+    """The environment has given no task in time. The next take waits for the same task."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutResult:
     """What was sampled. `tokens`: completion tokens. `failures`: for people, one line for each task that failed.
@@ -121,16 +125,22 @@ class Rollouts:
         self._tasks, self._settings, self._on_sampled = tasks, settings, on_sampled
         self._sample = sample_episodes or self._sample_answers
         self._taking = asyncio.Lock()
+        self._coming: asyncio.Task[list[Task | Exception]] | None = None  # tasks that nobody has got yet
 
     async def sample(self, groups: int, selector: str) -> RolloutResult:
         """Takes the next `groups` tasks and answers them. Raises what `take` and `answer` raise."""
         return await self.answer(await self.take(groups), selector)
 
     async def take(self, groups: int) -> TakenTasks:
-        """Takes the next `groups` tasks. Raises TrainingFailedError: there is no next task."""
+        """Takes the next `groups` tasks, or those that an earlier call has not waited for to the end.
+
+        Raises:
+            NoTaskYetError: they have not come in time.
+            TrainingFailedError: there is no next task.
+        """
         async with self._taking:  # a generator gives one task at a time, and they are numbered in order
             tasks = await self._next_tasks(groups)
-            first, self.taken = self.taken, self.taken + groups
+            first, self.taken = self.taken, self.taken + len(tasks)
         return TakenTasks(first, tasks)
 
     async def answer(self, taken: TakenTasks, selector: str) -> RolloutResult:
@@ -151,10 +161,13 @@ class Rollouts:
         return RolloutResult(tokens, tuple(failures), tuple(faults))
 
     async def _next_tasks(self, groups: int) -> list[Task | Exception]:
-        try:
-            return await in_daemon_thread(partial(self._take, groups), self._settings.timeout_s)
-        except TimeoutError:
-            raise TrainingFailedError(f"the environment gave no task within {self._settings.timeout_s:g} s") from None
+        if self._coming is None:  # a generator cannot be asked again before it has answered
+            self._coming = asyncio.create_task(in_daemon_thread(partial(self._take, groups)))
+        await asyncio.wait([self._coming], timeout=self._settings.timeout_s)
+        if not self._coming.done():
+            raise NoTaskYetError(f"the environment gave no task within {self._settings.timeout_s:g} s")
+        came, self._coming = self._coming, None
+        return came.result()
 
     def _take(self, groups: int) -> list[Task | Exception]:
         """The next tasks; an exception of the environment takes the place of a task."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from mlx_parallm.config import RLTrainingConfig
 from mlx_parallm.errors import EngineDeadError
-from mlx_parallm.rl.rollouts.answers import RolloutResult
+from mlx_parallm.rl.rollouts.answers import NoTaskYetError, RolloutResult
 from mlx_parallm.rl.status import RolloutState
 from mlx_parallm.tasks import spawn
 
@@ -45,8 +45,9 @@ class GroupSource(Protocol):
 class RolloutDriver:
     """Samples groups until it is closed. Event loop's thread only.
 
-    A task that fails costs itself; if several in a row fail, it waits longer and longer before the next one. If there
-    are no more tasks, nothing more is sampled, and the server goes on.
+    A task that fails costs itself, and one that does not come in time counts as failed and is waited for again; if
+    that happens several times in a row, it waits longer and longer before the next one. If there are no more tasks,
+    nothing more is sampled, and the server goes on.
 
     Attributes:
         state: drawing; waiting, as the next update has enough; paused; or failed, so that nothing more is sampled.
@@ -164,6 +165,8 @@ class RolloutDriver:
         """Samples one group. After a failure it waits, so that its place is not taken by the next one at once."""
         try:
             result = await self._source.sample(1)
+        except NoTaskYetError as error:  # such as of a disk that stalls
+            await self._count(RolloutResult(0, (str(error),)))
         except EngineDeadError:
             self._fail("the device thread has stopped")
         except Exception as error:  # noqa: BLE001 - an environment may raise anything; the server goes on without it
