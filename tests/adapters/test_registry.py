@@ -263,3 +263,17 @@ def test_a_split_name_is_answered_by_the_version_that_the_key_gets() -> None:
     with registry.lease("math", "ann") as version:
         assert version.ref == second
     registry.unload("math@1")
+
+
+def test_a_number_of_an_earlier_process_is_not_used_again() -> None:
+    registry = AdapterRegistry(first_version=lambda name: 5)
+    with pytest.raises(ConflictError, match="has had version 4"):
+        registry.add("math", info(), number=3)
+    assert registry.add("math", info(), number=5).ref == AdapterRef("math", 5)
+
+
+def test_a_name_that_may_begin_at_1_may_be_given_0_once() -> None:
+    registry = AdapterRegistry()
+    assert registry.add("math", info(), number=0).ref == AdapterRef("math", 0)
+    with pytest.raises(ConflictError):
+        registry.add("math", info(), number=0)

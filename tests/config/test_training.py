@@ -16,6 +16,7 @@ from mlx_parallm.config import (
     resolve,
 )
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.rl.rollouts.server import environment_of
 
 
 def flags(**values):
@@ -277,3 +278,9 @@ def test_what_the_operator_sets_is_kept():
     assert resolved.loss.max_completion_tokens == 7
     inner = {"loss", "micro_batch_tokens"}
     assert resolved.model_dump(exclude=inner) == config.model_dump(exclude=inner)
+
+
+@pytest.mark.parametrize(("given", "samples"), [({}, True), ({"rl_training__server_rollouts": "false"}, False)])
+def test_a_server_samples_its_environment_unless_told_not_to(given, samples):
+    settings = {"rl_training__enabled": "true", "rl_training__environment": "words", **given}
+    assert (environment_of(resolve(flags(**settings)).config) is not None) is samples

@@ -18,7 +18,7 @@ from tiny import tiny_model
 from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.checkpoints import CheckpointStore
 from mlx_parallm.adapters.formats import write_mlx_lm
-from mlx_parallm.adapters.registry import AdapterRegistry
+from mlx_parallm.adapters.registry import KEPT_VERSIONS, AdapterRegistry
 from mlx_parallm.adapters.residency import AdapterStore
 from mlx_parallm.adapters.service import AdapterLibrary, AdapterService
 from mlx_parallm.adapters.weights import AdapterWeights, VersionInfo
@@ -344,3 +344,16 @@ async def test_a_version_goes_live_from_the_device_thread(world: World, monkeypa
     assert known_at_flip == [ref], "its name is known before it is live"
     assert world.service.find("policy").residence is Residence.SLOT
     assert await world.generate("policy") == (ref, expected(weights))
+
+
+async def test_a_held_version_stays_until_it_is_released(world: World) -> None:
+    """However many versions come after it, and though its folder is gone."""
+    weights = {number: world.write(f"v{number}", number) for number in range(1, KEPT_VERSIONS + 4)}
+    await world.service.hold(AdapterRef("math", 1), world.root / "v1")
+    for number in range(2, KEPT_VERSIONS + 4):
+        await world.service.publish("math", weights[number], VersionInfo.of(weights[number]))
+    shutil.rmtree(world.root / "v1")
+    assert (await world.generate("math@1"))[1] == expected(weights[1])
+    world.service.release(AdapterRef("math", 1))
+    with pytest.raises(UnknownModelError):
+        await world.generate("math@1")

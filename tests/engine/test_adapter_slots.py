@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from lora import QV, layout_of, merged, random_adapter
 from mixed_batch import prompts
 from tiny import tiny_model
 
+from mlx_parallm.adapters.cards import Residence
 from mlx_parallm.adapters.residency import READ_AHEAD, Resident
 from mlx_parallm.adapters.weights import AdapterWeights, LoRAPair
 from mlx_parallm.core.adapters import AdapterRef
@@ -302,6 +303,8 @@ def test_who_asks_for_weights_is_told_when_the_device_fails_or_the_base_model_go
     harness = make_harness(slots=2)
     ref = harness.publish("a", random_adapter(layout_of(tiny_model("llama")), 1))
     store = harness.adapters
+    late = store.registry.version(harness.publish("late", random_adapter(layout_of(tiny_model("llama")), 2), staged=False))
+    staged = store.stage(late, random_adapter(layout_of(tiny_model("llama")), 2))
     weights = store.extract(store.registry.version(ref))
     assert store.waits()
     for _ in range(units):
@@ -313,5 +316,32 @@ def test_who_asks_for_weights_is_told_when_the_device_fails_or_the_base_model_go
     if ends == "unload":
         with pytest.raises(AdapterUnavailableError):
             idle.result(timeout=0)
+        with pytest.raises(AdapterUnavailableError, match="unloaded"):
+            staged.result(timeout=0)
     else:
         harness.wait(idle)
+        harness.wait(staged)
+
+
+def test_a_fault_of_the_device_costs_no_request_whose_version_has_waited_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make_harness(slots=1)
+    layout = layout_of(tiny_model("llama"))
+    other, ref = (harness.publish(name, random_adapter(layout, i), staged=not i) for i, name in enumerate(("a", "b")))
+    harness.submit("long", [1, 2, 3], 20, adapter=other)
+    harness.step(2)
+    harness.submit("gone", [1, 2, 3], 4, adapter=ref)
+    harness.step(4)
+    assert harness.adapters.residence(harness.adapters.registry.version(ref)) is Residence.COPY, "read, and no slot is free"
+    harness.loop.abort("gone")
+    harness.run()
+    write, faults = harness.adapters.bank.write, [RuntimeError("[metal::malloc]")]
+
+    def failing_once(*given: Any) -> Iterator[None]:
+        if faults:
+            raise faults.pop()
+        yield from write(*given)
+
+    monkeypatch.setattr(harness.adapters.bank, "write", failing_once)
+    harness.answer("served", [1, 2, 3], 4, adapter=ref)
+    assert isinstance(harness.terminal("served"), RequestFinished)
+    assert not faults

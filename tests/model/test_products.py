@@ -55,3 +55,16 @@ def test_factors_are_copied_on_a_device_whose_gathered_products_are_wrong(
         forward_context._gathers.cache_clear()
     for row, weights in enumerate(both):
         assert relative_error(logits[row], merged(tiny_model("llama"), weights)(mx.array([[1]]))[0]) < 1e-5
+
+
+def test_what_a_pass_has_computed_is_freed_at_its_end() -> None:
+    """The context of a pass is kept for the next one, but none of its arrays."""
+    model, bank = adapted()
+    write(bank, 1, random_adapter(bank.layout, 1))
+    tokens = mx.zeros((1, 2000), mx.int32)
+    mx.eval(model.parameters(), tokens)
+    before = mx.get_active_memory()
+    with bank.forward([1], [2000]):
+        mx.eval(model(tokens))
+    kept = mx.get_active_memory() - before
+    assert kept < 2000 * bank.layout.hidden * 4

@@ -6,6 +6,7 @@ import pytest
 from family_checks import COMPATIBLE, build
 from peaks import GROUPS, Group, Trained
 
+from mlx_parallm.batch.distributions import BLOCK
 from mlx_parallm.train.footprint import LARGEST, SMALLEST, Footprint, TrunkMemory
 
 GB, KB = 1 << 30, 1 << 10
@@ -73,6 +74,12 @@ def test_memory_grows_with_tokens_context_and_kept_activations() -> None:
     assert size(1024, 256, False) > 1.5 * size(1024, 256)
     assert size(512, 512, False) > size(512, 256, False)
     assert size(300, 100) < size(300, 200) < size(400, 200)
+
+
+def test_logits_are_padded_unless_the_vocabulary_is_of_whole_blocks() -> None:
+    whole, one_more = (made_up(2, KB, 1000, vocabulary) for vocabulary in (8 * BLOCK, 8 * BLOCK + 1))
+    sizes = [each.micro_step_bytes(64, 64, True) for each in (whole, one_more)]
+    assert sizes[1] - sizes[0] > 64 * 4 * 8 * BLOCK / 2, "a copy of the logits, and not just one column more"
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

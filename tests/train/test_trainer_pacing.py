@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from configs import changed, limited
@@ -107,3 +109,10 @@ def test_a_disk_that_fails_is_told_as_one(tmp_path) -> None:
     (tmp_path / "optimizer.safetensors").mkdir()
     with pytest.raises(OSError, match="Is a directory"):
         saved.save(tmp_path)
+
+
+def test_the_time_of_the_device_that_updates_are_charged_is_no_more_than_has_passed() -> None:
+    started = time.monotonic()
+    _, _, outcomes = trained(SETTINGS, ONE_STAGE)
+    charged = sum(outcome.metrics["device_seconds"] for outcome in outcomes)
+    assert 0 < charged <= time.monotonic() - started

@@ -44,6 +44,15 @@ async def test_worse_rewards_than_before_it_are_no_fall() -> None:
     assert "rollback" not in rig.kinds
 
 
+async def test_what_taught_nothing_before_it_counts_towards_none_of_its_updates() -> None:
+    rig = await opened(settings=SETTINGS)
+    async with running(rig):
+        rig.drawn(1.0, 1.0)
+        assert rig.loop.status().detail["trajectories_without_signal"] == 2
+        await rig.loop.begin_lesson(Pace(2, 1e-3), TAG)
+        assert rig.loop.status().detail["trajectories_without_signal"] == 0
+
+
 async def test_its_updates_are_made_again_after_a_crash_with_its_learning_rate(tmp_path: Path) -> None:
     run = Run(tmp_path / "journal.sqlite")
     async with run.process() as one:
