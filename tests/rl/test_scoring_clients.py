@@ -110,6 +110,21 @@ async def test_a_package_that_breaks_on_import_is_refused(service, tmp_path):
         assert caught.value.param == "scoring_function"
 
 
+async def test_what_the_machine_lacked_at_an_import_is_not_held_against_the_scorer(service, tmp_path, monkeypatch):
+    """The package's file stands for descriptors, memory or a volume that comes back."""
+    short = "import os, pathlib\nif not pathlib.Path(__file__).with_name('there').exists():\n    raise {error}\n"
+    for number, error in enumerate(("OSError(24, 'Too many open files')", "MemoryError('no room')")):
+        install(tmp_path, f"short_{number}", short.format(error=error) + f"def short{number}(sample):\n    return 1\n",
+                GROUP, f"short{number}")  # fmt: skip
+    check = service().check
+    for name, message in (("short0", "Too many open files"), ("short1", "no room")):
+        with pytest.raises(InvalidRequestError, match=message):
+            await check(CollectionSpec(name))
+    (tmp_path / "there").touch()
+    for name in ("short0", "short1"):
+        await check(CollectionSpec(name))
+
+
 BOMB = {"$schema": "http://json-schema.org/draft-04/schema#", "enum": [{"a": number} for number in range(3000)]}
 """Draft 4 compares the items of an enum each with each: minutes of Python."""
 
@@ -134,6 +149,25 @@ async def test_what_takes_long_to_check_is_refused_and_takes_none_of_the_servers
             await check(CollectionSpec(scorer, metadata))
         assert caught.value.param == "metadata"
     assert time.thread_time() - used < 1.0  # the child used a second
+
+
+BEGINS_AND_HANGS = """print('{"id": 1, "begun": true}', flush=True); import time; time.sleep(60)"""
+
+
+@pytest.mark.parametrize(
+    "child",
+    [("/no/such/program",), (sys.executable, "-c", ""), (sys.executable, "-c", BEGINS_AND_HANGS)],
+    ids=["cannot be started", "dies", "gets no time"],
+)
+async def test_a_fault_of_the_checking_process_refuses_nothing_for_good(child, service, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.rl.scoring.service._CHECK_S", 0.2)
+    broken, collection = service(), CollectionSpec("regex", {"pattern": "[0-9]+"})
+    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr("mlx_parallm.rl.scoring.pool.command", lambda module: child)
+        with pytest.raises(OverloadedError, match="could not be checked now; try again"):
+            await broken.check(collection)
+    await broken.check(collection)
 
 
 async def test_a_check_that_waits_too_long_says_so_and_leaves_its_place(service, monkeypatch):

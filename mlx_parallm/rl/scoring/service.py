@@ -166,7 +166,7 @@ class ScoringService:
 
         Raises:
             InvalidRequestError: the scorer is unknown or cannot be used, or `metadata` lacks what it reads.
-            OverloadedError: too many other requests are being checked.
+            OverloadedError: too many other requests are being checked, or the checking process failed.
         """
         if self.catalogue.must_ask(collection):
             async with self._describing:  # a single thread waits for the child, other requests wait for the lock
@@ -186,11 +186,11 @@ class ScoringService:
             try:
                 async with asyncio.timeout(_WAIT_S):
                     reply = await self._checks.run(rule, 1, message)
-                self._refusals[digest] = str(reply["refused"])
             except TimeoutError as error:
                 raise OverloadedError("The metadata of other requests is being checked; try again.") from error
-            except ScoringError as error:
-                self._refusals[digest] = f"{PARAM}.{key} could not be checked: {error}"
+            except ScoringError as error:  # a fault of the process, which says nothing about the value
+                raise OverloadedError("The metadata could not be checked now; try again.") from error
+            self._refusals[digest] = str(reply["refused"])
             if len(self._refusals) > _REMEMBERED:
                 self._refusals.popitem(last=False)
         self._refusals.move_to_end(digest)
@@ -359,8 +359,8 @@ class ScorerCatalogue:
         return description
 
     def _described(self, name: str) -> _Description:
-        """What a child process says of this scorer. Raises InvalidRequestError: the child failed, which is not
-        remembered."""
+        """What a child process says of this scorer. Raises InvalidRequestError: the child failed, or lacked what it
+        may have later, which is not remembered."""
         if name not in self._descriptions:
             try:
                 self._descriptions[name] = _describe(name)
@@ -380,7 +380,9 @@ def _describe(name: str) -> _Description:
             check=True,
             start_new_session=True,
         )
-    reply: Mapping[str, Sequence[str]] = json.loads(done.stdout)
+    reply: Mapping[str, Any] = json.loads(done.stdout)
+    if reply["may_pass"]:
+        raise unusable(f"{name} cannot be used now: {reply['problem']}")
     return _Description(tuple(reply["requires"]), tuple(reply["tasks"]), str(reply["problem"]))
 
 

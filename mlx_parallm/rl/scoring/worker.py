@@ -9,8 +9,8 @@ stdout: {"id": 8, "begun": true}
         {"id": 8, "refused": ""}  or  {"id": 8, "refused": "metadata.pattern ..."}
 
 With the argument NAME it describes one scorer, or one function of the operator's reward, as JSON instead: `requires`
-(the keys of `metadata` that it reads), `tasks` (all tasks of reasoning-gym, if the scorer is one of them) and `problem`
-(why it cannot be used, or "").
+(the keys of `metadata` that it reads), `tasks` (all tasks of reasoning-gym, if the scorer is one of them), `problem`
+(why it cannot be used, or "") and `may_pass` (whether the machine may be what lacked something, such as memory).
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def main() -> None:
 def describe(name: str) -> dict[str, Any]:
     tasks: tuple[str, ...] = ()
     requires: list[str] = []
+    may_pass = False
     try:
         if name.startswith(gym.PREFIX):
             tasks = gym.task_names()
@@ -67,8 +68,8 @@ def describe(name: str) -> dict[str, Any]:
         requires = [str(key) for key in getattr(scorer, "requires", ())]
         problem = "" if callable(scorer) else "it cannot be called"
     except BaseException as error:  # noqa: BLE001 - importing a user's package may raise anything
-        problem = _text(error)
-    return {"requires": requires, "tasks": tasks, "problem": problem}
+        problem, may_pass = _text(error), isinstance(error, OSError | MemoryError)
+    return {"requires": requires, "tasks": tasks, "problem": problem, "may_pass": may_pass}
 
 
 def _check(message: dict[str, Any], begin: Callable[[], None]) -> dict[str, Any]:
