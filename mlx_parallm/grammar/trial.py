@@ -66,7 +66,7 @@ class Trial:
 
         Raises:
             GrammarRefused: it cannot.
-            OverloadedError: no child became free in time, or the machine is too busy to decide.
+            OverloadedError: no child became free in time, or the machine is too busy or too short of memory to decide.
             EngineError: the child could not be started.
         """
         with self._child() as child:
@@ -100,32 +100,45 @@ class _Child:
     def __init__(self, cpu_limit_s: float) -> None:
         self._cpu_limit_s = cpu_limit_s
         self._process: Popen[bytes] | None = None
+        self._interrupted = False
+        too_large = "it takes more memory than there is"
+        self._verdicts = {  # by how the child ends; any other end comes from outside
+            -signal.SIGPROF: f"it takes more than {cpu_limit_s:g} s to compile",
+            -signal.SIGABRT: too_large,  # of Rust
+            -signal.SIGSEGV: too_large,  # of the stack
+            -signal.SIGBUS: too_large,  # of the stack, on macOS
+            1: too_large,  # a MemoryError of Python
+        }
 
-    def check(self, spec: GrammarSpec) -> str:
-        """The reason why the grammar cannot be compiled; empty if it can."""
+    def check(self, spec: GrammarSpec, again: bool = True) -> str:
+        """The reason why the grammar cannot be compiled; empty if it can.
+
+        Args:
+            again: whether to try once more if something outside ends the child, such as the system's OOM killer.
+
+        Raises:
+            OverloadedError: the child took too long, or was ended from outside.
+            EngineError: it could not be started.
+        """
         process = self._running()
         assert process.stdin is not None
         try:
             process.stdin.write(json.dumps({"kind": spec.kind, "source": spec.source}).encode() + b"\n")
-            process.stdin.flush()
             reply = _read_line(process, _WALL_LIMIT_S)
-        except OSError:
+        except OSError:  # it has ended since `_running` looked
             reply = b""
         if reply is None:
-            self.kill()
-            raise OverloadedError("The machine is too busy to compile this grammar now; try again.")
-        if reply:
-            return str(json.loads(reply))
-        timed_out = process.wait() == -signal.SIGPROF
-        self.kill()
-        return (
-            f"it takes more than {self._cpu_limit_s:g} s to compile"
-            if timed_out
-            else "it takes more memory than there is"
-        )
+            process.kill()
+        reason = json.loads(reply) if reply else self._verdicts.get(process.wait())
+        if reason is not None:
+            return str(reason)
+        if again and reply is not None and not self._interrupted:
+            return self.check(spec, again=False)
+        raise OverloadedError("The machine is too busy to compile this grammar now; try again.")
 
     def interrupt(self) -> None:
         """Makes a check in progress return at once. Any thread."""
+        self._interrupted = True
         if (process := self._process) is not None:
             process.kill()
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from subprocess import Popen
 
 import jsonschema
 import pytest
@@ -302,6 +303,46 @@ def test_a_busy_machine_is_not_the_grammars_fault(compiler: LLCompiler, monkeypa
     assert drawn(compiler, spec, 0) == "slow but fine"
 
 
+def killed_while_asked(monkeypatch: pytest.MonkeyPatch, times: int) -> list[int]:
+    """The next `times` children get SIGKILL when they have a grammar. Returns their process ids, as they come."""
+    read_line, killed = trial._read_line, []
+
+    def read(process: Popen[bytes], timeout_s: float) -> bytes | None:
+        if timeout_s == trial._WALL_LIMIT_S and len(killed) < times:
+            killed.append(process.pid)
+            process.kill()
+            process.wait()
+            return b""
+        return read_line(process, timeout_s)
+
+    monkeypatch.setattr(trial, "_read_line", read)
+    return killed
+
+
+def test_a_child_that_is_killed_from_outside_is_not_the_grammars_fault(
+    compiler: LLCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the system, which lacks memory: once costs nothing, and twice is an error that is not kept."""
+    killed = killed_while_asked(monkeypatch, times=1)
+    assert drawn(compiler, GrammarSpec(GrammarKind.REGEX, "killed once"), 0) == "killed once"
+    assert len(killed) == 1
+    killed, spec = killed_while_asked(monkeypatch, times=2), GrammarSpec(GrammarKind.REGEX, "killed twice")
+    with pytest.raises(OverloadedError, match="try again"):
+        compiler.compile(spec)
+    assert len(set(killed)) == 2
+    assert drawn(compiler, spec, 0) == "killed twice"
+
+
+def test_a_child_that_has_just_died_is_replaced(compiler: LLCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at it and the write."""
+    compiler.compile(GrammarSpec(GrammarKind.REGEX, "starts the child too"))
+    for process in [child._process for child in compiler._trial._children if child._process is not None]:
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        monkeypatch.setattr(process, "poll", lambda process=process: process.returncode)
+    assert drawn(compiler, GrammarSpec(GrammarKind.REGEX, "replaced"), 0) == "replaced"
+
+
 def test_a_process_without_free_descriptors_still_tries_grammars(compiler: LLCompiler) -> None:
     """An answer that cannot be waited for would hold a child for ever."""
     compiler.compile(GrammarSpec(GrammarKind.REGEX, "starts the child"))
@@ -316,11 +357,17 @@ def test_a_process_without_free_descriptors_still_tries_grammars(compiler: LLCom
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_closing_does_not_wait_for_a_grammar() -> None:
-    made = LLCompiler(ByteTokenizer(), WIDTH, CPU_LIMIT_S)
+@pytest.mark.parametrize("started", [False, True])
+def test_closing_does_not_wait_for_a_grammar(started: bool) -> None:
+    made = LLCompiler(ByteTokenizer(), WIDTH, cpu_limit_s=60.0)
+    if started:
+        made.compile(GrammarSpec(GrammarKind.REGEX, "starts the child"))
     with ThreadPoolExecutor(1) as pool:
         bomb = pool.submit(made.compile, BOMB)
         while not any(child._process for child in made._trial._children):
             time.sleep(0.01)
+        time.sleep(0.2 if started else 0.0)  # until the child has the grammar
+        began = time.monotonic()
         made.close()
-        assert isinstance(bomb.exception(), InvalidRequestError | EngineError)
+        assert isinstance(bomb.exception(), OverloadedError | EngineError)
+    assert time.monotonic() - began < 10.0
