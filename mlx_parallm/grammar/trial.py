@@ -101,14 +101,11 @@ class _Child:
         self._cpu_limit_s = cpu_limit_s
         self._process: Popen[bytes] | None = None
         self._interrupted = False
-        too_large = "it takes more memory than there is"
-        self._verdicts = {  # by how the child ends; any other end comes from outside
-            -signal.SIGPROF: f"it takes more than {cpu_limit_s:g} s to compile",
-            -signal.SIGABRT: too_large,  # of Rust
-            -signal.SIGSEGV: too_large,  # of the stack
-            -signal.SIGBUS: too_large,  # of the stack, on macOS
-            1: too_large,  # a MemoryError of Python
-        }
+        # By how the child ends. Without memory Rust aborts, the stack overflows, or Python exits with 1 (MemoryError).
+        # Any other end comes from outside.
+        self._verdicts = dict.fromkeys(
+            (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, 1), "it takes more memory than there is"
+        ) | {-signal.SIGPROF: f"it takes more than {cpu_limit_s:g} s to compile"}
 
     def check(self, spec: GrammarSpec, again: bool = True) -> str:
         """The reason why the grammar cannot be compiled; empty if it can.
