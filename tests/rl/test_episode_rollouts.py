@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from rl.rollout_rig import END, LIVE, Guess, episode_of, last_message, rig, text_of
@@ -219,6 +220,37 @@ async def test_an_episode_that_fails_costs_itself_only(fault, message) -> None:
         assert message in drawn.faults[0]
         assert world.ended.total() == 4
         assert world.engine.running == 0
+
+
+async def exits_a_task() -> None:
+    raise SystemExit(3)
+
+
+async def interrupts_a_callback() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    asyncio.get_running_loop().call_soon(interrupt)
+
+
+async def stops_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+
+
+@pytest.mark.parametrize("ends", [exits_a_task, interrupts_a_callback, stops_the_loop])
+async def test_code_that_would_end_the_thread_beside_a_rollout_costs_no_other_one(ends) -> None:
+    class Beside(Guess):
+        async def rollout(self, client, task):
+            answer = await client.ask(task.messages)
+            beside = ends if answer.text == "1" else partial(asyncio.sleep, 1)
+            await asyncio.wait([asyncio.create_task(beside())], timeout=0.05)
+            return 1.0
+
+    async with rig(Beside(), lambda request: str(episode_of(request)), group_size=3) as world:
+        for _ in range(2):
+            drawn = await world.draw(2)
+            assert (drawn.failures, drawn.faults) == ((), ())
+        assert [len(rewards) for _, rewards in world.groups] == [3] * 4
 
 
 async def test_a_thread_that_a_rollout_blocked_ends_with_it() -> None:

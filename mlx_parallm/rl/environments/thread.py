@@ -8,12 +8,15 @@ run(rollout) ────────────────────▶ rol
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from mlx_parallm.rl.environments.protocol import RolloutError
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -29,7 +32,7 @@ class EnvironmentThread:
     """Runs coroutines on an event loop of a daemon thread, with time limits. Used on one other event loop only.
 
     A thread that a rollout blocks is left behind, together with the rollouts that run on it, and the next one gets a
-    new thread. One that was left behind ends when nothing blocks it any more. It does not keep the process from ending.
+    new thread. One that was left behind ends when nothing blocks it, and does not keep the process from ending.
     """
 
     def __init__(self) -> None:
@@ -70,7 +73,9 @@ class EnvironmentThread:
         if self._loop is None:
             self._loop, self._blocked = asyncio.new_event_loop(), asyncio.Event()
             self._loop.set_default_executor(_DaemonThreads())
-            self._thread = threading.Thread(target=_run, args=(self._loop,), name="environment", daemon=True)
+            self._thread = threading.Thread(
+                target=_run, args=(self._loop, self._blocked), name="environment", daemon=True
+            )
             self._thread.start()
         return self._loop
 
@@ -81,14 +86,14 @@ class EnvironmentThread:
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
         except TimeoutError:
             blocked.set()
-            loop.call_soon_threadsafe(loop.stop)  # the thread ends once nothing blocks it
             if self._loop is loop:
                 self._loop = None
+            loop.call_soon_threadsafe(loop.stop)  # the thread ends once nothing blocks it
 
     def close(self) -> None:
         """Cancels what runs on the thread, and waits some seconds for its end. A blocked one is left behind."""
         if self._loop is not None and self._thread is not None:
-            self._blocked.set()
+            self._blocked.set()  # before `stop`, which the thread takes for the environment's otherwise
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
             self._thread.join(_END_S)
@@ -105,10 +110,14 @@ async def _guarded(coroutine: Callable[[], Coroutine[Any, Any, T]]) -> T:
         raise RolloutError(f"the environment raised {type(error).__name__}") from error
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run(loop: asyncio.AbstractEventLoop, left_behind: asyncio.Event) -> None:
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        while not left_behind.is_set():  # the environment's own tasks and callbacks may end the loop before
+            try:
+                loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                _log.warning("the environment raised %s outside a rollout", type(error).__name__)
         tasks = asyncio.all_tasks(loop)
         for task in tasks:
             task.cancel()
