@@ -301,10 +301,10 @@ def test_an_adapter_that_is_unloaded_while_its_files_are_read_is_forgotten() -> 
 def test_who_asks_for_weights_is_told_when_the_device_fails_or_the_base_model_goes(ends: str, units: int) -> None:
     """A rollback waits for them, and all later loads wait for the rollback."""
     harness = make_harness(slots=2)
-    ref = harness.publish("a", random_adapter(layout_of(tiny_model("llama")), 1))
-    store = harness.adapters
-    late = store.registry.version(harness.publish("late", random_adapter(layout_of(tiny_model("llama")), 2), staged=False))
-    staged = store.stage(late, random_adapter(layout_of(tiny_model("llama")), 2))
+    store, layout = harness.adapters, layout_of(tiny_model("llama"))
+    ref = harness.publish("a", random_adapter(layout, 1))
+    late = store.registry.version(harness.publish("late", random_adapter(layout, 2), staged=False))
+    staged = store.stage(late, random_adapter(layout, 2))
     weights = store.extract(store.registry.version(ref))
     assert store.waits()
     for _ in range(units):
@@ -323,7 +323,7 @@ def test_who_asks_for_weights_is_told_when_the_device_fails_or_the_base_model_go
         harness.wait(staged)
 
 
-def test_a_fault_of_the_device_costs_no_request_whose_version_has_waited_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_costs_nothing_though_the_version_has_waited_before(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = make_harness(slots=1)
     layout = layout_of(tiny_model("llama"))
     other, ref = (harness.publish(name, random_adapter(layout, i), staged=not i) for i, name in enumerate(("a", "b")))
@@ -331,7 +331,8 @@ def test_a_fault_of_the_device_costs_no_request_whose_version_has_waited_before(
     harness.step(2)
     harness.submit("gone", [1, 2, 3], 4, adapter=ref)
     harness.step(4)
-    assert harness.adapters.residence(harness.adapters.registry.version(ref)) is Residence.COPY, "read, and no slot is free"
+    version = harness.adapters.registry.version(ref)
+    assert harness.adapters.residence(version) is Residence.COPY, "it was read, and no slot is free"
     harness.loop.abort("gone")
     harness.run()
     write, faults = harness.adapters.bank.write, [RuntimeError("[metal::malloc]")]
