@@ -73,6 +73,7 @@ class HostKernel:
         error = ctypes.create_string_buffer(300)
         run = getattr(self._library, f"run_{_code(values.get('T', mx.float32))}_{_code(values['O'])}")
         groups = [side // size for side, size in zip(grid, threadgroup, strict=True)]
+        assert all(side % size == 0 for side, size in zip(grid, threadgroup, strict=True)), "a group that is not whole"
         run(
             (ctypes.c_int * len(numbers))(*numbers),
             (ctypes.c_void_p * len(held))(*(each.ctypes.data for each in held)),

@@ -104,3 +104,17 @@ def test_exp_is_exact_to_rounding_and_zero_at_minus_infinity():
     x = np.linspace(-80, 0, 5001, dtype=np.float32)
     np.testing.assert_allclose(np.array(exp(mx.array(x))), np.exp(x.astype(np.float64)), rtol=4e-6)
     assert exp(mx.array([0.0, -math.inf, -200.0])).tolist() == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("seed", "position"), [(0, 0), (5, 3), (2**64 - 1, 1_000_000)])
+def test_a_uniform_is_that_of_splitmix64_at_its_position(seed, position):
+    """So that the same seed gives the same tokens with a later version of this package too."""
+
+    def mixed(z):
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        return z ^ (z >> 31)
+
+    start = mixed((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
+    drawn = mixed((start + (position + 1) * 0x9E3779B97F4A7C15) % 2**64)
+    assert uniforms(streams([seed]), np.array([position]))[0] == (drawn >> 40) / 2**24
