@@ -122,8 +122,9 @@ def open_run(named: Path | None, resume: bool, wanted: bool) -> Run | None:
 
 
 def new_run() -> Path:
-    """A folder for a run that has none, which does not exist yet."""
-    return ROOT / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    """A folder for a run that has none, which does not exist yet. Its name begins with the date and time in UTC, which
+    neither summer time nor a journey sets back."""
+    return ROOT / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
 
 
 def is_run(folder: Path) -> bool:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -79,10 +80,12 @@ class HostBlock:
 
 
 def model_key(fingerprint: str, layout: KVLayout) -> bytes:
-    """Identifies a model, the shapes, dtype and bits of its keys and values, and the arrays of its states."""
+    """Identifies a model, the version of the code that computes it, the shapes, dtype and bits of its keys and values,
+    and the arrays of its states."""
     layers = [[s.kv_heads, s.head_dim_k, s.head_dim_v, s.window] for s in layout.attention.values()]
     states = [[s.shapes, list(map(str, s.dtypes))] for s in layout.recurrent.values()]
-    return _digest(json.dumps([_FORMAT, BLOCK_TOKENS, fingerprint, _kind(layout), layers, *states]).encode())
+    code = [_FORMAT, metadata.version("mlx-parallm"), metadata.version("mlx-lm")]
+    return _digest(json.dumps([*code, BLOCK_TOKENS, fingerprint, _kind(layout), layers, *states]).encode())
 
 
 def root_key(model: bytes, root: str) -> bytes:
@@ -304,14 +307,16 @@ class PrefixStore:
         self._files = kept
 
     def _entries(self) -> Iterator[tuple[float, int, Path]]:
-        """When each file was last used, its size and its path."""
+        """When each file was last used, its size and its path. A time that is still to come, of a clock that was ahead,
+        says nothing, so such a file counts as never used."""
+        latest = time.time() + _INTERRUPTED_S
         for path in self._folder.glob(f"*{_SUFFIX}"):
             try:
                 key, status = bytes.fromhex(path.stem), path.stat()
             except (ValueError, FileNotFoundError):
                 continue  # not a file of a prefix store, or removed by another server
             if len(key) == len(self.model):
-                yield status.st_mtime, status.st_size, path
+                yield (status.st_mtime if status.st_mtime <= latest else 0.0), status.st_size, path
 
     def _path(self, key: bytes) -> Path:
         return self._folder / f"{key.hex()}{_SUFFIX}"

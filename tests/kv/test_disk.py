@@ -174,6 +174,22 @@ def test_beyond_the_limit_the_least_recently_used_chains_go_from_their_end(tmp_p
     )
 
 
+def test_files_of_a_time_when_the_clock_was_ahead_make_room_for_new_ones(tmp_path) -> None:
+    kept, wanted = filled(tmp_path)
+    for name in wanted:
+        os.utime(file_of(tmp_path, name), (time.time() + 1e7,) * 2)
+    limited = store(tmp_path, limit=file_of(tmp_path, wanted[0]).stat().st_size * len(wanted))
+    newer = names(kept, TEXT[1000:1400])
+    limited.write([block(name) for name in newer[:4]])
+    assert all(name.key in limited for name in newer[:4])
+
+
+def test_what_another_version_of_mlx_lm_has_computed_is_not_used(monkeypatch) -> None:
+    now = model_key("model", LAYOUT)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.0.1")
+    assert model_key("model", LAYOUT) != now
+
+
 def test_a_full_disk_is_tried_again_only_after_a_while_and_warned_about_once(tmp_path, monkeypatch, caplog) -> None:
     kept, wanted = filled(tmp_path)
     now = time.monotonic()

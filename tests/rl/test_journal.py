@@ -24,7 +24,7 @@ from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.core.trajectories import GivenTrajectory
 from mlx_parallm.errors import ConfigError, StorageError
-from mlx_parallm.rl.runs.journal import Journal
+from mlx_parallm.rl.runs.journal import Journal, changed
 from mlx_parallm.rl.runs.records import (
     Arrival,
     Closed,
@@ -227,6 +227,14 @@ def test_a_file_without_tables_is_a_journal_that_nothing_was_written_to(path: Pa
     file.commit([])
     file.close()
     assert JournalFile(path, read_only=True).newest_changes(1) == ()
+
+
+def test_the_newest_change_is_the_one_that_was_written_last(path: Path) -> None:
+    """Though the clock was ahead before."""
+    file = JournalFile(path)
+    for adapter, number, at in (("math", 1, 9e9), ("tone", 7, 2.0), ("math", 2, 3.0)):
+        file.commit(changed(PolicyChange(adapter, number, at, Start("")), {}))
+    assert [(one.adapter, one.number) for one in file.newest_changes(2)] == [("math", 2), ("tone", 7)]
 
 
 def test_a_file_of_something_else_is_refused_and_left_alone(path: Path) -> None:

@@ -163,7 +163,8 @@ class Rollouts:
     async def _next_tasks(self, groups: int) -> list[Task | Exception]:
         if self._coming is None:  # a generator cannot be asked again before it has answered
             self._coming = asyncio.create_task(in_daemon_thread(partial(self._take, groups)))
-        await asyncio.wait([self._coming], timeout=self._settings.timeout_s)
+        passes_over = self.taken == self._settings.taken > 0  # the tasks of earlier processes, however long that takes
+        await asyncio.wait([self._coming], timeout=None if passes_over else self._settings.timeout_s)
         if not self._coming.done():
             raise NoTaskYetError(f"the environment gave no task within {self._settings.timeout_s:g} s")
         came, self._coming = self._coming, None

@@ -10,7 +10,6 @@ import logging
 import math
 import re
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -184,11 +183,7 @@ class EnvironmentRollouts:
         tasks = without(self._source.tasks(self._config.rl_training.seed), self._service.parts.held_out)
         curriculum = self._config.rl_training.curriculum
         if not curriculum.enabled:
-            try:
-                deque(itertools.islice(tasks, taken), maxlen=0)  # now: a take has a limit of time
-            except Exception:  # noqa: BLE001 - a user's environment may raise anything; `take` says that no task comes
-                _log.exception("the environment fails before task %d, where this run goes on", taken)
-            return tasks
+            return itertools.islice(tasks, taken, None)
         first = next(tasks)
         tasks = itertools.chain([first], tasks)
         if first.level is None:

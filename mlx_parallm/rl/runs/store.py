@@ -494,8 +494,8 @@ class JournalFile:
         return self._read(progress_from_json, body).all_progress
 
     def newest_changes(self, count: int) -> tuple[PolicyChange, ...]:
-        """The newest changes of all adapters, newest first."""
-        return tuple(map(self._change, self.rows(f"{_CHANGES} ORDER BY at DESC, number DESC LIMIT ?", count)))
+        """The changes of all adapters that were written last, newest first."""
+        return tuple(map(self._change, self.rows(f"{_CHANGES} ORDER BY rowid DESC LIMIT ?", count)))
 
     def _change(self, row: tuple[Any, ...]) -> PolicyChange:
         adapter, number, at, kind, text = row
