@@ -116,8 +116,8 @@ _MEAN_WEIGHT = 0.1
 """Weight of the newest group in a running mean, which therefore covers about the last ten groups."""
 
 _NOISE_WEIGHT = 0.01
-"""Weight of the newest group in the noise estimate. It is small, so that the start of a fall is not taken for noise, and
-that the estimate is seldom far too low."""
+"""Weight of the newest group in the noise estimate. It is small, so that the start of a fall is not taken for noise,
+and that the estimate is seldom far too low."""
 
 _TRUSTED_GROUPS = 10
 """A best mean of fewer groups is provisional: the next mean replaces it, and no fall is measured from it."""
@@ -125,8 +125,8 @@ _TRUSTED_GROUPS = 10
 _CURRENT = "reward_is_current"
 
 _STANDARD_ERRORS = 8.0
-"""A fall is at least this many standard errors of the mean: after thousands of updates, the best mean is some four above
-the level by luck, and now and then one is as far below it."""
+"""A fall is at least this many standard errors of the mean. After thousands of updates, the best mean is some four
+above the level by luck, and now and then a mean is as far below it."""
 
 
 @dataclass(frozen=True, slots=True)
