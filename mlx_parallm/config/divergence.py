@@ -97,7 +97,7 @@ class RewardLimit(Section):
     """Whether rewards have collapsed."""
 
     limit: Number | None = Field(default=0.15, gt=0)
-    """Largest fall of the running mean reward below its best value. The fall must also exceed six standard errors, so
+    """Largest fall of the running mean reward below its best value. The fall must also exceed eight standard errors, so
     that chance alone does not cause it. null means no limit.
     """
     action: OneAction = Action.ROLL_BACK
