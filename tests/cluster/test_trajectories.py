@@ -135,6 +135,30 @@ async def test_a_lease_that_passed_to_another_ends_the_trainer(connection, monke
         await asyncio.wait_for(running, 5)
 
 
+async def test_a_registry_that_is_slow_while_a_lease_is_taken_again_ends_no_trainer(connection, monkeypatch):
+    monkeypatch.setattr(trainer, "_RENEWAL_S", 0.05)
+    versions, faults, taken = Versions(connection), [StorageError("nats: timeout")] * 2, asyncio.Event()
+    held = TrainerLease(connection, versions, "slow", "run-a")
+    await held.acquire(0)
+    take_over = versions.take_over
+
+    async def slow_at_first(name, fence):
+        if faults:
+            raise faults.pop()
+        await take_over(name, fence)
+        taken.set()
+
+    monkeypatch.setattr(versions, "take_over", slow_at_first)
+    await connection.trainer.purge("slow")  # as when it ended while NATS stood still
+    running = asyncio.create_task(held.run())
+    await asyncio.wait_for(taken.wait(), 10)
+    assert not running.done()
+    with pytest.raises(ConflictError, match=r"another trainer \(run-a\)"):
+        await lease_of(connection, "slow", "run-b").acquire(0)
+    running.cancel()
+    await asyncio.wait([running])
+
+
 async def test_a_full_stream_refuses_what_comes_and_costs_no_other_adapter(tmp_path, monkeypatch):
     monkeypatch.setattr("mlx_parallm.extras.cluster.connection.MOST_WAITING", 3)
     monkeypatch.setattr("mlx_parallm.extras.cluster.trajectories._SEND_S", 0.3)

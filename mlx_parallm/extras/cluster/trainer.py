@@ -81,7 +81,9 @@ class TrainerLease:
                 _log.info("waiting for the lease of %s, which %s has", self._name, other)
             waits = True
             await asyncio.sleep(_RETRY_S)
+        revision, self._revision = self._revision, 0  # if this fails, the next renewal acquires the lease again
         await self._versions.take_over(self._name, self.fence)
+        self._revision = revision
 
     async def run(self) -> None:
         """Renews the lease until it is cancelled, and then gives it up.
@@ -100,10 +102,11 @@ class TrainerLease:
 
     async def _renew(self) -> None:
         try:
-            self._revision = await self._bucket.update(key_of(self._name), self._holder.encode(), self._revision)
-        except KeyWrongLastSequenceError:  # it ended while NATS could not be reached
-            await self.acquire(patience_s=0)
-        except NatsError as error:  # NATS may be starting again
+            try:
+                self._revision = await self._bucket.update(key_of(self._name), self._holder.encode(), self._revision)
+            except KeyWrongLastSequenceError:  # it ended while NATS could not be reached
+                await self.acquire(patience_s=0)
+        except (NatsError, StorageError) as error:  # NATS may be starting again, or have become slow
             _log.debug("the lease of %s was not renewed: %s", self._name, error)
 
     async def _attempt(self) -> str | None:
