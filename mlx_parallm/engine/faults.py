@@ -109,29 +109,33 @@ class Recovery:
             engine.draft_model.reset()  # it writes its own arrays only
             self._in_a_row = 0
             return
-        failing = self._requests_to_fail(fault)
-        failed = [engine.requests.fail(request, _explained(fault.error)) for request in failing]
+        failed = self._fail_requests(fault)
         self._recompute_rows(fault.error)
         if fault.work is not None:
             fault.work.reset()
         engine.scheduler.check_integrity()  # a failed check is one more fault, and ends the thread if it keeps failing
         engine.requests.check_integrity()
         check_device()  # an error that the fault left behind surfaces here, where it fails no request
-        if any(failed):
+        if failed:
             self._in_a_row = 0
 
-    def _requests_to_fail(self, fault: UnitError) -> set[Request]:
-        """The requests for which the failing call was made, or, if the error may be that of the forward unit in flight,
-        the requests of that unit.
+    def _fail_requests(self, fault: UnitError) -> bool:
+        """Fails the requests for which the failing call was made, or, if the error may be that of the forward unit in
+        flight, the requests of that unit. Returns whether any of them had not ended before.
 
         Metal reports the error of a command buffer at the next call, whatever that call is. If the requests of the unit
-        in flight fail for that reason, those of the fault start again.
+        in flight fail for that reason, those of the fault start again, except for those that have nothing to start.
         """
-        if self._engine.in_flight:
-            if isinstance(fault.error, RuntimeError) and not is_out_of_memory(fault.error):
-                return self._engine.drop_in_flight()
-            self._engine.commit()
-        return fault.requests
+        engine, failing = self._engine, fault.requests
+        try:
+            if engine.in_flight:
+                if isinstance(fault.error, RuntimeError) and not is_out_of_memory(fault.error):
+                    failing = engine.drop_in_flight() | {each for each in failing if not engine.requests.goes_on(each)}
+                else:
+                    engine.commit()
+        finally:  # even if the unit in flight fails too, because recovery then goes on with that fault
+            failed = [engine.requests.fail(request, explained(fault.error)) for request in failing]
+        return any(failed)
 
     def _recompute_rows(self, error: Exception) -> None:
         engine = self._engine
@@ -145,10 +149,11 @@ class Recovery:
         for request in disturbed:
             request.recomputed += 1
             if request.recomputed > _MAX_RECOMPUTED:
-                engine.requests.fail(request, _explained(error))
+                engine.requests.fail(request, explained(error))
 
 
-def _explained(error: Exception) -> EngineError:
+def explained(error: Exception) -> EngineError:
+    """The error of a server fault, as clients get it."""
     if isinstance(error, EngineError):
         return error
     if is_out_of_memory(error):

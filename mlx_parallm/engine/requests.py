@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -24,12 +25,14 @@ from mlx_parallm.core.requests import (
     TokenLogprob,
     WorkClass,
 )
-from mlx_parallm.engine.faults import Affecting
+from mlx_parallm.engine.faults import Affecting, explained
 from mlx_parallm.engine.scheduler import RLAwareScheduler
 from mlx_parallm.engine.sequence import PromptGroup, Sequence, SequenceStatus
 from mlx_parallm.engine.stats import Counters
 from mlx_parallm.engine.text import StopMatcher, TextStream, Vocabulary
 from mlx_parallm.errors import GrammarError, QueueTimeoutError
+
+_log = logging.getLogger(__name__)
 
 PublishEvents = Callable[[list[tuple[str, Event]]], None]
 """Publishes the events of one unit of work, in order, each with the id of its request."""
@@ -76,15 +79,20 @@ class Requests:
     # -- requests --------------------------------------------------------------------------------
 
     def open(self, request: GenerationRequest) -> Request:
-        """Adds a request and queues its sequences."""
+        """Adds a request and queues its sequences. If they cannot be made, it fails alone: that is done in Python, so
+        no array can be wrong, and the error is not that of a forward unit in flight."""
         opened = Request(request, time.monotonic())
         self._requests[request.request_id] = opened
         groups = [PromptGroup() for _ in request.prompts]
-        with Affecting([opened]):
+        try:
             opened.unfinished = [
                 _sequence(opened, index, groups[index // request.n], self._vocabulary)
                 for index in range(request.sequences)
             ]
+        except Exception as error:  # noqa: BLE001 - a grammar or a tokenizer may raise anything
+            _log.exception("a request could not be opened")
+            self.fail(opened, explained(error))
+            return opened
         self._adapters.add_request(request.adapter)
         self.counters.prompt_tokens += sum(map(len, request.prompts))
         for sequence in opened.unfinished:
@@ -108,6 +116,10 @@ class Requests:
         for sequence in tuple(request.unfinished):  # some are left if a fault has ended an earlier call
             self._end(sequence)
         return running
+
+    def goes_on(self, request: Request) -> bool:
+        """Whether a request has not ended, and has sequences that can start again."""
+        return bool(request.unfinished) and request.spec.request_id in self._requests
 
     def fail_overdue(self, arrived_before: float) -> None:
         """Fails inference requests that arrived before this time and have not begun. Rollouts may wait."""

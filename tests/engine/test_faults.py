@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import AsyncIterator
+from typing import NoReturn
 
 import mlx.core as mx
 import pytest
@@ -20,6 +22,7 @@ from mlx_parallm.core.requests import (
     SamplingParams,
     SequenceOutput,
     StopParams,
+    WorkClass,
 )
 from mlx_parallm.engine.budget import CostModel
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
@@ -120,6 +123,90 @@ def test_abort_in_every_phase_frees_everything(steps: int) -> None:
     assert harness.tokens("neighbour") == expected(harness, 1, 12)
     assert harness.runner.cache.bytes_used == 0
     assert harness.loop.stats().aborted_total == 1
+
+
+class Unstartable:
+    """A grammar whose state cannot be made."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def start(self) -> NoReturn:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (TypeError("injected"), StepFailedError),
+        (RuntimeError("injected"), StepFailedError),
+        (RecursionError("injected"), StepFailedError),
+        (MemoryError(), DeviceMemoryError),
+    ],
+    ids=lambda each: getattr(each, "__name__", type(each).__name__),
+)
+def test_a_request_that_cannot_be_opened_fails_alone(error: Exception, told: type[Exception]) -> None:
+    """The row beside it is not computed again, and no cached prefix is forgotten."""
+    harness = make_harness()
+    harness.answer("cached", [7, 9] * 50, 2)
+    harness.submit("running", PROMPTS[0], 30)
+    harness.step(4)
+    assert harness.loop.in_flight
+    harness.submit("broken", PROMPTS[1], 30, grammar=Unstartable(error), work_class=WorkClass.TRAINING)
+    harness.answer("next", [7, 9] * 50, 2)
+    failed = harness.terminal("broken")
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, told)
+    assert harness.tokens("running") == expected(harness, 0, 30)
+    assert harness.cached("next") > 64
+    stats = harness.loop.stats()
+    assert (stats.failed_steps_total, stats.preemptions_total) == (0, 0)
+
+
+def fails_once_done(harness: Harness, monkeypatch: pytest.MonkeyPatch, path: str, error: Exception) -> None:
+    """Makes the next call of a method of the engine raise when it has done its work."""
+    part = operator.attrgetter(path.rpartition(".")[0])(harness.loop)
+    name, errors = path.rpartition(".")[2], [error]
+    original = getattr(part, name)
+
+    def failing(*args: object, **fields: object) -> object:
+        done = original(*args, **fields)
+        if errors:
+            raise errors.pop()
+        return done
+
+    monkeypatch.setattr(part, name, failing)
+
+
+@pytest.mark.parametrize(("error", "lost"), [(RuntimeError("injected"), False), (TypeError("injected"), True)])
+def test_a_request_ends_though_its_fault_is_beside_that_of_a_unit_in_flight(
+    error: Exception, lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its only sequence has ended when its call fails, so it cannot start again. The error may be that of the unit in
+    flight, or the unit is `lost` with an error of its own."""
+    harness = make_harness()
+    harness.submit("running", PROMPTS[0], 30)
+    harness.step(4)
+    fails_once_done(harness, monkeypatch, "scheduler.finish", error)
+    Fault(harness.runner, monkeypatch, "wait", RuntimeError).armed = lost
+    harness.submit("without tokens", PROMPTS[1], 0)
+    harness.answer("next", PROMPTS[2], 10)
+    assert isinstance(harness.terminal("without tokens"), RequestFailed)
+    assert isinstance(harness.terminal("running"), RequestFailed), "it may have been its error"
+    assert harness.tokens("next") == expected(harness, 2, 10)
+
+
+def test_a_fault_of_an_abort_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even a sequence that waits for a row, beside a unit in flight whose error it may have been."""
+    harness = make_harness(max_rows=2)
+    harness.submit("running", PROMPTS[0], 30)
+    harness.submit("gone", PROMPTS[1] * 20, 30, n=2)
+    harness.step(4)
+    fails_once_done(harness, monkeypatch, "runner.cache.close", RuntimeError("injected"))
+    harness.loop.abort("gone")
+    harness.answer("next", PROMPTS[2], 10)
+    assert harness.tokens("next") == expected(harness, 2, 10)
+    assert harness.loop.stats().waiting == 0
 
 
 # ---- the thread ---------------------------------------------------------------------------------
