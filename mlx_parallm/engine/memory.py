@@ -102,9 +102,13 @@ class PoolMemory:
                 opened = self._cache.fork(source, sequence.prompt_length - 1, sequence.length, into=sequence)
             else:
                 opened = self._open_with_prefix(sequence)
-        if opened is None:
-            return False
-        sequence.adapter_slot = self._adapters.pin(sequence.adapter)
+            if opened is None:
+                return False
+            try:
+                sequence.adapter_slot = self._adapters.pin(sequence.adapter)
+            except Exception:
+                self._cache.remove(sequence)  # it waits still, and what waits has computed nothing
+                raise
         self._opened_at = time.monotonic()
         self.changed = True
         return True

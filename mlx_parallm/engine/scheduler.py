@@ -185,9 +185,14 @@ class RLAwareScheduler:
         """Gives a row to a waiting sequence. Returns False if all rows are held, or memory runs out."""
         if len(self._rows) >= self.config.max_rows or not self._memory.open(sequence):
             return False
-        sequence.steps_waited = 0
-        sequence.advance(0)
-        self._waiting.remove(sequence)
+        try:
+            sequence.steps_waited = 0
+            sequence.advance(0)
+            self._waiting.remove(sequence)
+        except Exception:
+            sequence.status = SequenceStatus.WAITING
+            self._memory.close(sequence)  # recovery takes back the rows of live sequences only
+            raise
         self._rows.append(sequence)
         self._shares.hold(sequence)
         return True

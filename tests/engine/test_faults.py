@@ -10,6 +10,7 @@ from typing import NoReturn
 import mlx.core as mx
 import pytest
 from harness import Harness, engine_parts, greedy, make_harness, running, solo, tokens_in
+from lora import layout_of, random_adapter
 from tiny import tiny_model
 
 from mlx_parallm.core.requests import (
@@ -207,6 +208,28 @@ def test_a_fault_of_an_abort_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
     harness.answer("next", PROMPTS[2], 10)
     assert harness.tokens("next") == expected(harness, 2, 10)
     assert harness.loop.stats().waiting == 0
+
+
+@pytest.mark.parametrize("path", ["adapters.pin", "loop.scheduler._waiting.remove"])
+def test_a_row_that_is_not_counted_yet_is_given_back(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it has tokens already, which the prefix cache had, and whether or not its adapter's slot is pinned."""
+    model = tiny_model("llama")
+    weights = random_adapter(layout_of(model), 1)
+    harness = make_harness(model, slots=1)
+    first, second = (harness.publish(name, weights, staged=False) for name in "ab")
+    whole = harness.answer("whole", PROMPTS[0] * 6, 4, adapter=first)
+    part, _, name = path.rpartition(".")
+    Fault(operator.attrgetter(part)(harness), monkeypatch, name).armed = True
+    harness.submit("disturbed", PROMPTS[0] * 6, 4, adapter=first)
+    harness.answer("beside", PROMPTS[0] * 6, 4, adapter=first)
+    if path == "adapters.pin":
+        failed = harness.terminal("disturbed")
+        assert isinstance(failed, RequestFailed)
+        assert isinstance(failed.error, DeviceMemoryError)
+    else:
+        assert harness.tokens("disturbed") == whole, "no request's call failed"
+    assert harness.tokens("beside") == whole
+    assert harness.answer("other", PROMPTS[0] * 6, 4, adapter=second) == whole, "the only slot is free again"
 
 
 # ---- the thread ---------------------------------------------------------------------------------
