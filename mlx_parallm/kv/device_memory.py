@@ -110,8 +110,10 @@ class DeviceMemory:
         for other in self._others:
             if must or other._held > part:
                 other._asked = nbytes
-                other.give_back()
-                other._asked = 0
+                try:
+                    other.give_back()
+                finally:
+                    other._asked = 0
 
     @property
     def _others(self) -> list[DeviceMemory]:

@@ -112,6 +112,26 @@ def test_a_base_model_takes_cached_prefixes_of_another_one_but_no_rows(tags) -> 
         cache.check_integrity()
 
 
+def test_a_base_model_that_fails_to_give_memory_back_may_use_all_of_it_afterwards(tags, monkeypatch) -> None:
+    sharing: list[DeviceMemory] = []
+    asking, asked = (
+        LoRABatchedKVCache(KVLayout((FULL,), mx.float32), DeviceMemory(40, sharing), 10_000) for _ in range(2)
+    )
+    cached(asked, TEXT[:1920])
+    with monkeypatch.context() as broken:
+        broken.setattr(asked.device, "give_back", lambda: (_ for _ in ()).throw(RuntimeError("injected")))
+        with pytest.raises(RuntimeError, match="injected"):
+            asking.open(30 * 64)
+    row = asked.open(20 * 64)
+    assert row is not None
+    assert asked.open(20 * 64) is not None, "the other base model has nothing"
+    assert asking.open(64) is None
+    asked.close(row)
+    assert asking.open(20 * 64) is not None
+    for cache in (asking, asked):
+        cache.check_integrity()
+
+
 # ---- a device without memory -----------------------------------------------------------------------
 
 
