@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -324,10 +323,20 @@ class KVMemory:
                 raise
             mx.clear_cache()
             self._refused_at, self._refusal, done = self.bytes_used, error, False
-            with suppress(RuntimeError, MemoryError):
-                store.arena.resize(store.arena.blocks)  # gives back the layers that have grown
+            store.allocator.resize(store.arena.blocks)
+            self.shrink(store)  # gives back the layers that have grown
         store.allocator.resize(store.arena.blocks)
         return done
+
+    def shrink(self, store: AnyStore, most_bytes: float = math.inf) -> bool:
+        """Shrinks some layers of an arena to its blocks. Returns whether no more can be done."""
+        try:
+            return store.arena.resize(store.allocator.total, most_bytes)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            mx.clear_cache()
+            return True
 
     def _take_from_others(self, store: AnyStore, needs: Mapping[AnyStore, int], limit: int) -> None:
         """Shrinks the arenas of other stores, so that this one may grow."""
@@ -419,7 +428,7 @@ class KVMemory:
         size = self._wanted_size(store, quiet)
         if size > store.allocator.total:
             return not self.resize(store, size, most_bytes) and not self.device_refused
-        if not _shrunk(store, most_bytes):
+        if not self.shrink(store, most_bytes):
             return True
         most_blocks = max(1, most_bytes // store.arena.block_bytes)
         if size == store.allocator.total or not self._move_below(store, size, most_blocks):
@@ -427,7 +436,7 @@ class KVMemory:
         if store.allocator.moves_below(size, 1):
             return True
         store.allocator.resize(size)
-        return not _shrunk(store, most_bytes)
+        return not self.shrink(store, most_bytes)
 
     def _wanted_size(self, store: AnyStore, quiet: bool) -> int:
         """How many blocks an arena should have now. It does not grow while the device is out of memory."""
@@ -451,14 +460,3 @@ class KVMemory:
             store.allocator.check_integrity()
         self.index.check_integrity()
         assert self.nbytes <= self.device.budget_bytes, (self.nbytes, self.device.budget_bytes)
-
-
-def _shrunk(store: AnyStore, most_bytes: int) -> bool:
-    """Shrinks some layers of an arena to its blocks. Returns whether no more can be done."""
-    try:
-        return store.arena.resize(store.allocator.total, most_bytes)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        mx.clear_cache()
-        return True

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import pytest
 from lora import random_adapter
 from tiny import tiny_model
 
@@ -110,3 +111,40 @@ def test_a_follower_has_the_keys_values_and_factors_of_rank_0() -> None:
         assert mx.array_equal(group.a, its_bank.groups[name].a).item()
     leader.clear()
     assert sum(array.size for array in follower.cache.arrays()) == 0
+
+
+def held(runner: BatchRunner) -> list[int]:
+    """Bytes of the arrays of its KV pool."""
+    return [array.nbytes for array in runner.cache.arrays()]
+
+
+def test_a_follower_gives_memory_back_when_rank_0_does() -> None:
+    """A layer at a time, as rank 0 does."""
+    leader, _, follower, _ = pair_of_ranks()
+    row = leader.cache.open(250)
+    assert row is not None
+    most = sum(held(leader))
+    leader.cache.close(row)
+    while leader.cache.tidy(1, quiet=True):
+        assert held(follower) == held(leader)
+        assert sum(held(leader)) < most
+    assert sum(held(follower)) == sum(held(leader)) == 0
+
+
+def test_a_follower_keeps_no_memory_that_rank_0_could_not_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, _, follower, _ = pair_of_ranks()
+    assert leader.cache.open(60) is not None
+    before = held(leader)
+    arena = leader.cache.stores[0].arena
+    resize = arena.resize
+
+    def limited(blocks: int, *most_bytes: float) -> bool:
+        if blocks > arena.blocks:
+            resize(blocks, 1)  # one layer
+            raise RuntimeError("[metal::malloc] Unable to allocate 1073741824 bytes.")
+        return resize(blocks, *most_bytes)
+
+    monkeypatch.setattr(arena, "resize", limited)
+    while leader.cache.open(250) is not None:
+        pass  # as long as there are free blocks
+    assert held(follower) == held(leader) == before

@@ -158,6 +158,11 @@ class LeadingCache(LoRABatchedKVCache):
         self._followers.repeat(ResizeArena(store.number, total, most_bytes))
         return super().resize(store, total, most_bytes)
 
+    def shrink(self, store: AnyStore, most_bytes: float = math.inf) -> bool:
+        """See `KVMemory.shrink`."""
+        self._followers.repeat(ResizeArena(store.number, store.allocator.total, most_bytes))
+        return super().shrink(store, most_bytes)
+
     def copy(self, store: AnyStore, sources: Sequence[int], targets: Sequence[int]) -> bool:
         """See `KVMemory.copy`."""
         self._followers.repeat(CopyBlocks(store.number, list(sources), list(targets)))
