@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -127,11 +127,14 @@ class Harness:
             self.step()
         raise AssertionError(f"not within {limit} steps")
 
-    def publish(self, name: str, weights: AdapterWeights, *, staged: bool = True) -> AdapterRef:
-        """Adds a version that can be read again and flips the name to it; `staged`: runs until it is in a slot."""
-        info = VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes, root=f"/{name}/{id(weights)}")
+    def publish(self, name: str, weights: AdapterWeights, *, staged: bool = True, saved: bool = True) -> AdapterRef:
+        """Adds a version and flips the name to it. `staged`: runs until it is in a slot. `saved`: it can be read again;
+        otherwise no file holds it, like one that was just trained."""
+        info = VersionInfo.of(weights)
+        if saved:
+            info = replace(info, root=f"/{name}/{id(weights)}")
+            self.files[info.root] = weights
         version = self.adapters.registry.add(name, info)
-        self.files[info.root] = weights
         if staged:
             self.wait(self.adapters.stage(version, weights))
         self.adapters.registry.flip(version.ref)

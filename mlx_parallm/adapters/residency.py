@@ -8,7 +8,7 @@ pinned, one version in a slot admits no more of them until its slot is free. So 
 and about the time of two answers, whatever other versions are asked for.
 
 A job moves weights. It is a generator, and each `next` runs one unit of device work, short enough to run between two
-decode steps.
+decode steps. A fault of one empties all slots, so a version that no file holds keeps a copy while it is in its slot.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Resident:
     Attributes:
         slot: the slot that it is in, None if it is in none.
         since: when it entered its slot or, while it waits, when it began to wait (`time.monotonic`).
-        weights: in memory and unpadded, while it is in no slot: those that it was published with, that were read from
-            its files, or that it had in its slot.
+        weights: in memory and unpadded: those that it was published with, that were read from its files, or that it
+            had in its slot. None while it is in a slot and can be read from its files again.
         ranks, scales, rslora: of its pairs, by path, when it was published. In a slot, each scale is 1.
         joined: when a sequence began to use its slot last.
         used: when a sequence used its slot last, or when it left the slot.
@@ -97,8 +97,8 @@ class AdapterStore:
 
     Args:
         read: reads a version's weights from its files, on `reader`.
-        copies: how many evicted versions to keep in memory. More are kept only if dropping one would lose weights that
-            are needed.
+        copies: how many versions to keep in memory beside the slots. More are kept only if dropping one would lose
+            weights that are needed.
         wake: called on the reader's thread when a read has ended.
 
     Attributes:
@@ -351,6 +351,9 @@ class AdapterStore:
         started = time.monotonic()
         try:
             yield from self._evict(slot)
+            for number, other in [*self._slots.items()]:  # the files of some may have been overwritten meanwhile
+                if not other.version.readable and self.registry.needed(other.version):
+                    yield from self._copy(number, other)
             yield from self.bank.write(slot, weights)
         except Exception as error:  # the futures get the error; the device loop recovers
             resident.complete(error)
@@ -362,13 +365,14 @@ class AdapterStore:
         self.stage_seconds = time.monotonic() - started
 
     def _enter(self, slot: int, resident: Resident, weights: AdapterWeights) -> None:
-        """The weights were written into the slot. They are in memory no more, and the version waits no more."""
+        """The weights were written into the slot, and the version waits no more."""
         if not resident.ranks:  # its first weights are those that it was published with
             resident.ranks = {path: pair.rank for path, pair in weights.pairs.items()}
             resident.scales = {path: pair.scale for path, pair in weights.pairs.items()}
             resident.rslora = weights.rslora
         self._reserved.discard(slot)
-        self._slots[slot], resident.slot, resident.weights = resident, slot, None
+        self._slots[slot], resident.slot = resident, slot
+        resident.weights = None if resident.version.readable else weights
         resident.since = resident.used = time.monotonic()
         self.staged_total += 1
         self.bytes_held = self.bank.nbytes
@@ -376,6 +380,7 @@ class AdapterStore:
         self._finish(resident)
         self._waiting.pop(resident.version.ref, None)
         resident.urgent, resident.faults = False, 0
+        self._limit_copies()
 
     def _leave(self, slot: int) -> Resident:
         """The slot is for another version, or empty."""
@@ -395,12 +400,17 @@ class AdapterStore:
         resident = self._leave(slot)
         self.evicted_total += 1
         if self.unreachable(resident.version) or (self._most_copies == 0 and resident.version.readable):
-            self._gone = -1
+            resident.weights, self._gone = None, -1
             return
-        pairs: dict[str, LoRAPair] = {}
-        yield from self.bank.read(slot, resident.ranks, pairs)
-        resident.weights = AdapterWeights(pairs)
+        yield from self._copy(slot, resident)
         self._limit_copies()
+
+    def _copy(self, slot: int, resident: Resident) -> Job:
+        """Copies the version in a slot to memory, unless it is there."""
+        if resident.weights is None:
+            pairs: dict[str, LoRAPair] = {}
+            yield from self.bank.read(slot, resident.ranks, pairs)
+            resident.weights = AdapterWeights(pairs)
 
     def _evict_idle(self) -> Generator[None, None, None]:
         for slot, resident in [*self._slots.items()]:
@@ -423,10 +433,10 @@ class AdapterStore:
             return None
         pairs: dict[str, LoRAPair] = {}
         rslora = resident.rslora
-        if resident.slot is not None:
-            yield from self.bank.read(resident.slot, resident.ranks, pairs)
-        elif resident.weights is not None:
+        if resident.weights is not None:
             pairs, rslora = dict(resident.weights.pairs), rslora or resident.weights.rslora
+        elif resident.slot is not None:
+            yield from self.bank.read(resident.slot, resident.ranks, pairs)
         taken = {path: exported(pair, resident.scales.get(path, pair.scale)) for path, pair in pairs.items()}
         return AdapterWeights(taken, rslora) if pairs else None
 
@@ -500,11 +510,14 @@ class AdapterStore:
                 surplus -= 1
 
     def _drop_unneeded(self) -> None:
-        """Drops what is kept of versions in no slot that nothing can ask for any more, or whose weights are in their
-        files only."""
+        """Drops the copies of versions in slots, and all that is kept of others, that nothing can ask for any more or
+        whose files hold them. Evicted versions keep their copies though files hold them."""
         for ref, resident in [*self._residents.items()]:
-            idle = resident.slot is None and ref not in self._waiting and not self._requests[ref]
-            if idle and (resident.weights is None or self.unreachable(resident.version)):
+            unreachable = self.unreachable(resident.version)
+            if resident.slot is not None:
+                if unreachable or resident.version.readable:
+                    resident.weights = None
+            elif ref not in self._waiting and not self._requests[ref] and (resident.weights is None or unreachable):
                 del self._residents[ref]
 
     # -- state -----------------------------------------------------------------------------------
@@ -564,7 +577,7 @@ class AdapterStore:
         for ref, resident in self._residents.items():
             assert resident.version.ref == ref
             assert resident.slot is None or self._slots[resident.slot] is resident
-            assert resident.slot is None or (resident.weights is None and ref not in self._waiting)
+            assert resident.slot is None or ref not in self._waiting
             assert resident.pins == 0 or (resident.slot is not None and resident.pins > 0 and self._requests[ref] > 0)
         assert all(self._residents[ref] is resident for ref, resident in self._waiting.items())
         assert all(count > 0 for count in self._requests.values())

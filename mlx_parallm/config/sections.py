@@ -115,8 +115,8 @@ class AdaptersConfig(Section):
     max_loras: Annotated[Integer, Flag("--max-loras", "VERSIONS")] = Field(default=8, ge=1)
     """Largest number of adapter versions in one batch. The adapter bank holds the weights of each in a slot."""
     max_cpu_loras: Annotated[Integer, Flag("--max-cpu-loras", "VERSIONS")] = Field(default=16, ge=0)
-    """Largest number of evicted adapter versions kept in memory, unpadded. Others are read from their files again when
-    a request needs them.
+    """Largest number of adapter versions kept in memory beside the slots, unpadded: those in no file, whether they are
+    in a slot or not, and evicted ones. Others are read from their files again when a request needs them.
     """
     max_lora_rank: Annotated[Integer, Flag("--max-lora-rank", "RANK")] = Field(default=16, ge=1, le=LARGEST_RANK)
     """Largest rank of an adapter. Every slot of the adapter bank has room for the largest rank that has been loaded.

@@ -296,6 +296,21 @@ def test_an_adapter_that_is_unloaded_while_its_files_are_read_is_forgotten() -> 
     assert one not in harness.adapters._residents
 
 
+def test_versions_in_slots_have_copies_while_no_file_holds_them_and_they_are_needed() -> None:
+    harness = make_harness(copies=1)
+    layout, registry = layout_of(tiny_model("llama")), harness.adapters.registry
+    for seed in range(6):
+        ref = harness.publish("a", random_adapter(layout, seed), saved=False)
+    assert harness.adapters.slots_used == 6
+    assert harness.adapters.copies == 3, "of the newest, and of the two that were live when it came"
+    registry.set_files(registry.version(ref), root="/checkpoint")
+    harness.answer("saved", [1, 2, 3], 2, adapter=ref)
+    assert harness.adapters.copies == 2
+    registry.unload("a")
+    harness.answer("unloaded", [1, 2, 3], 2)
+    assert harness.adapters.copies == 0
+
+
 @pytest.mark.parametrize("units", [0, 1])
 @pytest.mark.parametrize("ends", ["reset", "unload"])
 def test_who_asks_for_weights_is_told_when_the_device_fails_or_the_base_model_goes(ends: str, units: int) -> None:

@@ -10,8 +10,7 @@ from lora import layout_of, random_adapter
 from tiny import tiny_model
 
 from mlx_parallm.adapters.cards import Residence
-from mlx_parallm.adapters.weights import VersionInfo
-from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.requests import RequestFinished
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -19,13 +18,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def trained(harness: Harness, name: str, seed: int) -> AdapterRef:
     """A version that is live, and in no file."""
-    weights = random_adapter(layout_of(tiny_model("llama")), seed)
-    version = harness.adapters.registry.add(
-        name, VersionInfo(weights.rank, weights.alpha, weights.targets, weights.nbytes)
-    )
-    harness.wait(harness.adapters.stage(version, weights))
-    harness.adapters.registry.flip(version.ref)
-    return version.ref
+    return harness.publish(name, random_adapter(layout_of(tiny_model("llama")), seed), saved=False)
 
 
 def from_files(harness: Harness, name: str, seed: int) -> AdapterRef:
@@ -61,6 +54,18 @@ def test_what_was_in_the_bank_says_the_same_again(make: Callable[[Harness, str, 
     assert {residence(harness, ref) for ref in refs} == {kept}
     assert [say(harness, f"after {ref}", ref) for ref in refs] == before
     assert {residence(harness, ref) for ref in refs} == {Residence.SLOT}
+
+
+def test_a_version_in_no_file_stays_though_requests_end_while_it_is_evicted() -> None:
+    harness = make_harness()
+    ref = trained(harness, "a", 1)
+    before = say(harness, "before", ref)
+    evicted = harness.adapters.evict_idle()
+    while not evicted.done():
+        harness.adapters.add_request(BASE_ADAPTER)
+        harness.adapters.remove_request(BASE_ADAPTER)
+        harness.step()
+    assert say(harness, "after", ref) == before
 
 
 def test_a_version_that_rows_hold_stays_and_so_does_the_bank() -> None:

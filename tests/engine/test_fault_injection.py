@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 import pytest
 from harness import Harness, make_harness
-from lora import layout_of, random_adapter
+from lora import QV, layout_of, random_adapter
 from micro_steps import MicroSteps
 from tiny import tiny_model
 from word_grammar import Words
@@ -33,6 +33,7 @@ CHOICES = [
     ("on a", 0),
     ("on b", 0),
     ("on c", 0),
+    ("on d", 0),
     ("scored", 0),
     ("even", 0),
     ("late", 0),
@@ -58,7 +59,7 @@ def evaluated(number: int) -> None:
 
 
 def make() -> Harness:
-    """Three adapters for two slots, and training beside them."""
+    """Four adapters for two slots, and training beside them. No file holds the first, which is in a slot."""
     model = tiny_model("llama")
     layout = layout_of(model)
     harness = make_harness(
@@ -68,7 +69,8 @@ def make() -> Harness:
         schedule=DeviceSchedule(training_time_share=0.5),
         speculates=True,
     )
-    for seed, name in enumerate("abc", start=1):
+    harness.publish("a", random_adapter(layout, 1, targets=QV), saved=False)
+    for seed, name in enumerate("bcd", start=2):
         harness.publish(name, random_adapter(layout, seed), staged=False)
     return harness
 
@@ -78,7 +80,7 @@ def submit_all(harness: Harness) -> Iterator[None]:
     that comes late. Yields where the loop may run."""
     harness.submit("base", [5, 3, 1] * 8, 60)
     harness.submit("group", [2, 7] * 50, 12, n=2, sampling=SAMPLED)
-    for name in "abc":
+    for name in "abcd":
         live = harness.adapters.registry.live(name)
         harness.submit(f"on {name}", [ord(name), 4, 8], 10, adapter=live.ref)
     harness.submit("scored", [9, 8, 7, 6, 5], 3, prompt_logprobs=2)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import NoReturn
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from harness import Harness, engine_parts, greedy, make_harness, running, solo, tokens_in
-from lora import layout_of, random_adapter
+from harness import TINY, Harness, assert_same_tokens, engine_parts, greedy, make_harness, running, solo, tokens_in
+from lora import QV, layout_of, merged, random_adapter
 from tiny import tiny_model
 
+from mlx_parallm.adapters.bank import LinearGroup
 from mlx_parallm.core.requests import (
     Event,
     GenerationRequest,
@@ -107,6 +110,45 @@ def test_others_faults_may_interrupt_a_request_three_times_before_each_token_or_
     assert isinstance(failed.error, StepFailedError)
     if not pooling:
         assert harness.tokens("often") == solo(tiny_model("llama"), prompts[0], 8).tokens
+
+
+@pytest.mark.parametrize("overwritten", [False, True])
+@pytest.mark.parametrize("method", ["fit", "write", "read"])
+def test_a_fault_beside_a_version_that_no_file_holds_leaves_it_as_it_is(
+    method: str, overwritten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row has the same tokens, later requests are served, and it can be saved as it was published. It was trained,
+    or its files hold another version by now. The fault comes while another version is staged or saved."""
+    model = tiny_model("llama")
+    layout = layout_of(model)
+    harness = make_harness(model)
+    registry, weights = harness.adapters.registry, random_adapter(layout, 1, targets=QV)
+    version = registry.version(harness.publish("a", weights, saved=overwritten))
+    other = registry.version(harness.publish("b", random_adapter(layout, 2, targets=QV)))
+    if overwritten:
+        newer = registry.add("a", replace(version.info, digest="other"))
+        harness.wait(harness.adapters.stage(newer, random_adapter(layout, 3, targets=QV)))
+    wide = harness.publish("c", random_adapter(layout, 4), staged=False)
+    fault = Fault(LinearGroup, monkeypatch, method)
+    harness.submit("running", PROMPTS[0], 30, adapter=version.ref)
+    harness.step(4)
+    fault.armed = True
+    if method == "read":
+        harness.adapters.extract(other)
+    else:
+        harness.submit("beside it", PROMPTS[1], 4, adapter=wide)
+    harness.run()
+    assert not fault.armed
+    harness.answer("later", PROMPTS[0], 30, adapter=version.ref)
+    reference = solo(merged(tiny_model("llama"), weights), PROMPTS[0], 30)
+    for name in ("running", "later"):
+        assert_same_tokens(harness.tokens(name), reference, TINY)
+    taken = harness.wait(harness.adapters.extract(version))
+    assert taken.pairs.keys() == weights.pairs.keys()
+    for path, pair in weights.pairs.items():
+        assert np.array_equal(taken.pairs[path].a, pair.a)
+        assert np.array_equal(taken.pairs[path].b, pair.b)
+        assert taken.pairs[path].scale == pair.scale
 
 
 @pytest.mark.parametrize("steps", range(9))
