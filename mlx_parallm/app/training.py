@@ -24,7 +24,7 @@ from mlx_parallm.model.device import on_cpu
 from mlx_parallm.model.families import untried_packages
 from mlx_parallm.model.manager import SharedModelManager
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
-from mlx_parallm.rl.configured_reward import judge_of, reward_of
+from mlx_parallm.rl.configured_reward import judge_of, reward_key, reward_of
 from mlx_parallm.rl.environments import answers_of, read_system_prompt
 from mlx_parallm.rl.environments.files import FileTasks
 from mlx_parallm.rl.environments.names import read_text
@@ -208,6 +208,7 @@ def build_training(
         teacher=_teacher(processor, adapters, tokenizer, training, inputs.teacher_prompt),
         environment_thread=thread,
         held_out=() if held_out is None else held_out.tasks,
+        reward_key=reward_key(config),
     )
     return TrainingService(parts, config.adapters.default_adapter)
 

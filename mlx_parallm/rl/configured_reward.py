@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from mlx_parallm.config import Config, Mode
 from mlx_parallm.core.adapters import BASE_ADAPTER
 from mlx_parallm.errors import ConfigError, InvalidRequestError
 from mlx_parallm.extras_table import find
-from mlx_parallm.rl.environments import Environment, is_of_episodes
+from mlx_parallm.rl.environments import Environment, is_of_episodes, read_system_prompt
+from mlx_parallm.rl.rewards import comparison_key
 from mlx_parallm.rl.scoring.judges import Judge
 from mlx_parallm.rl.scoring.scorers import RewardSpec, read_reward
 from mlx_parallm.rl.scoring.service import ScorerCatalogue, no_reward_model
@@ -28,6 +31,23 @@ def reward_of(config: Config) -> RewardSpec | None:
             "--judge-url and --judge-model"
         )
     return reward
+
+
+def reward_key(config: Config) -> float:
+    """Equal for processes whose mean rewards can be compared: rewards are computed in the same way, and the same tasks
+    are done under the same settings. Of an environment, its name counts and, if it is in a .py file, the text of that.
+
+    Raises:
+        ConfigError: the reward or the system prompt cannot be read.
+        OSError: a file of the reward cannot be read.
+    """
+    training, reward = config.rl_training, reward_of(config)
+    environment = training.environment or ""
+    file = Path(environment.rpartition(":")[0]).expanduser()
+    source = file.read_text("utf-8", "replace") if file.suffix == ".py" and file.is_file() else ""
+    definition, system_prompt = reward.definition if reward else "", read_system_prompt(training.system_prompt)
+    settings = (training.max_completion_tokens, training.rollout_temperature)
+    return comparison_key(repr((definition, environment, source, system_prompt, settings)))
 
 
 def judge_of(config: Config) -> Judge:

@@ -8,7 +8,6 @@ held-out tasks ─▶ HeldOut ─┬▶ HeldOutAnswers     a task is one request
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import math
@@ -32,6 +31,7 @@ from mlx_parallm.core.text import TextTokenizer
 from mlx_parallm.errors import EngineDeadError
 from mlx_parallm.rl.environments import Task
 from mlx_parallm.rl.events import Emit
+from mlx_parallm.rl.rewards import comparison_key
 from mlx_parallm.rl.rollouts.answers import RolloutSettings, all_ended, trajectories_of
 from mlx_parallm.rl.rollouts.episodes import EpisodeClient
 from mlx_parallm.rl.scoring.service import ScoringService
@@ -125,7 +125,7 @@ class Evaluator:
     """
 
     def __init__(self, held_out: HeldOut) -> None:
-        self.key = float(int(hashlib.sha256(held_out.identity.encode()).hexdigest()[:12], 16))
+        self.key = comparison_key(held_out.identity)
         self._held_out = held_out
 
     async def evaluate(self, version: AdapterRef, step: int) -> EvaluationResult:

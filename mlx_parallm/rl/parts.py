@@ -36,7 +36,7 @@ class TrainingParts:
     if the live version has no checkpoint of a trainer. `log`: gets every trajectory in the end. `tasks`: have the
     answers that requests leave out. `journal`: of the run; it is closed with the service. `teacher`: what distillation
     imitates. `environment_thread`: where all rollouts of environments run. `held_out`: the tasks of evaluations, which
-    are not to be trained on.
+    are not to be trained on. `reward_key`: see `configured_reward.reward_key`.
     """
 
     learner: Learner
@@ -53,6 +53,7 @@ class TrainingParts:
     teacher: Teacher | None = None
     environment_thread: EnvironmentThread = field(default_factory=EnvironmentThread)
     held_out: tuple[Task, ...] = ()
+    reward_key: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

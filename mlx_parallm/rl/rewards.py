@@ -7,6 +7,7 @@ All are saved in the metrics of checkpoints.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -222,6 +223,11 @@ class RewardTrend:
     def forget_best(self) -> None:
         """Forgets the best mean, so that the next mean that is marked becomes the best one."""
         self.best = None
+
+
+def comparison_key(text: str) -> float:
+    """A whole number for the metrics of checkpoints. It is equal for equal texts, which say on what rewards depend."""
+    return float(int(hashlib.sha256(text.encode()).hexdigest()[:12], 16))
 
 
 # ---- all of them ----------------------------------------------------------------------------------------

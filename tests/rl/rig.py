@@ -36,6 +36,7 @@ class Rig:
     evaluator: Evaluator | None = None
     serves_base: bool = True
     policy_of: PolicyOf | None = None
+    reward_key: float = 0.0
     learner: FakeLearner = field(default_factory=FakeLearner)
     events: list[tuple[str, dict[str, object]]] = field(default_factory=list)
     publisher: FakePublisher = field(init=False)
@@ -57,6 +58,7 @@ class Rig:
             self.checkpointing,
             self.evaluator,
             self.policy_of,
+            reward_key=self.reward_key,
         )
         self.training = AdapterTraining(NAME, parts, self.emit, self.serves_base)
         self.loop = AdapterRun(self.training, self.buffer, self.settings, self.emit)

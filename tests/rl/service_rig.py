@@ -54,6 +54,7 @@ class World:
         learner: FakeLearner | None = None,
         evaluator: Evaluator | None = None,
         teacher: Teacher | None = None,
+        reward_key: float = 0.0,
     ) -> None:
         self.learner = learner or FakeLearner()
         self.publisher = FakePublisher()
@@ -69,6 +70,7 @@ class World:
             log=log,
             journal=journal or Journal(),
             teacher=teacher,
+            reward_key=reward_key,
         )
         self.service = TrainingService(parts, "main")
         self.competition, self.people = competition.install(self.service), people.install(self.service)

@@ -221,6 +221,31 @@ async def test_a_collapse_of_rewards_is_noticed_at_the_next_update(action: Actio
     rig.check()
 
 
+@pytest.mark.parametrize("reward_is_another", [False, True])
+async def test_lower_rewards_after_a_restart_are_no_collapse_if_they_are_computed_otherwise(
+    reward_is_another: bool,
+) -> None:
+    """A stricter reward has the name of the one before."""
+    rig = await opened()
+    for mean in (0.5, 0.6, 0.9):
+        await rig.updated_at(mean)
+    await rig.loop.close()
+    rig.reward_key += reward_is_another
+    rig.restart()
+    await rig.loop.open()
+    rig.events.clear()
+    report = await rig.updated_at(0.0)
+    if not reward_is_another:
+        assert (report.status, divergences(rig)) == ("skipped", [("reward", "roll_back")])
+        return
+    assert (report.status, report.adapter, divergences(rig)) == ("published", ref(4), [])
+    assert rig.loop.status().reward_running_mean == 0.0
+    for _ in range(2):
+        await rig.updated_at(0.5)
+    assert rig.loop.status().best == ref(5), "the best under the new reward"
+    rig.check()
+
+
 # ---- the settings --------------------------------------------------------------------------------
 
 

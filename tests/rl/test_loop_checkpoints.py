@@ -22,7 +22,7 @@ from mlx_parallm.errors import (
 )
 from mlx_parallm.rl.checkpoints import PolicyCheckpoints
 from mlx_parallm.rl.trajectories import DropReason, TrajectoryGroup, TrajectoryState
-from mlx_parallm.rl.updates.adapter_training import CHANGE
+from mlx_parallm.rl.updates.adapter_training import CHANGE, REWARD_KEY
 from mlx_parallm.train.policy import PolicySnapshot
 
 
@@ -50,7 +50,7 @@ async def test_a_checkpoint_on_request_holds_the_policy_and_its_optimizer() -> N
     await rig.updated(1.0, 0.0)
     card = await rig.loop.save(None, ["good"], {"mine": 2.0})
     assert (card.name, card.adapter, card.tags) == ("checkpoint-1", ref(1), ("good",))
-    assert card.metrics == {"mine": 2.0, **rig.training.rewards.to_metrics(), CHANGE: 2.0}
+    assert card.metrics == {"mine": 2.0, **rig.training.rewards.to_metrics(), REWARD_KEY: 0.0, CHANGE: 2.0}
     assert rig.publisher.saved[-1][1] == policy(1.0, 1)
     again = await rig.loop.save(70, [], {})
     assert again.name == "checkpoint-70"

@@ -102,12 +102,14 @@ class Run:
         self.evaluator: object = None
         self.teacher: Teacher | None = None
         self.saved: list[object] = []
+        self.reward_key = 0.0
         self.requests = self.group = 0
 
     @asynccontextmanager
     async def process(self, scores: bool = True) -> AsyncIterator[World]:
         journal = Journal(JournalFile(self.path), self.keep)
-        one = World(self.training, None, self.keeps, journal, Adding(), self.evaluator, self.teacher)
+        others = (self.evaluator, self.teacher, self.reward_key)
+        one = World(self.training, None, self.keeps, journal, Adding(), *others)
         one.requests = self.requests
         one.publisher.saved = [*self.saved]
         if one.publisher.saved:
@@ -242,6 +244,24 @@ async def test_after_a_crash_updates_are_compared_with_those_before_it(
         one.learner.metrics = {**watched(0.01), "reward_mean": 0.1}
         (found,) = (await one.service.update(given=GIVEN)).divergences
         assert found.signal == "entropy"
+
+
+@pytest.mark.parametrize("reward_is_another", [False, True])
+async def test_after_a_crash_the_mean_reward_goes_on_unless_rewards_are_computed_otherwise(
+    tmp_path: Path, reward_is_another: bool
+) -> None:
+    """The updates that are made again had the rewards of the process before."""
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        for _ in range(2):
+            await one.request(one.service.status().current or BASE_ADAPTER)
+            await finished_update(one)
+        policy = one.learner.policies["main"]
+        assert one.service.status().reward_running_mean == 0.5
+    run.reward_key += reward_is_another
+    async with run.process() as one:
+        assert one.learner.policies["main"] == policy
+        assert one.service.status().reward_running_mean == (None if reward_is_another else 0.5)
 
 
 async def test_a_full_disk_refuses_feedback_and_updates_and_loses_nothing(tmp_path: Path, monkeypatch) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from rl.scoring_rig import LONG_S, SHORT_S, group
 
+from mlx_parallm.config import configure
 from mlx_parallm.core.requests import CollectionSpec
 from mlx_parallm.errors import ConfigError, InvalidRequestError
+from mlx_parallm.rl.configured_reward import reward_key
 from mlx_parallm.rl.scoring.judges import Judge
 from mlx_parallm.rl.scoring.pool import ScoringError
 from mlx_parallm.rl.scoring.scorers import RewardSpec, Term, read_reward
@@ -69,6 +71,33 @@ def rewarded(*texts: str, prompt_text: str = "", messages: tuple[dict[str, str],
         replace(trajectory, collection=replace(trajectory.collection, prompt_text=prompt_text, messages=messages))
         for trajectory in group("reward", *texts, **metadata)
     ]
+
+
+# ---- what is compared after a restart ------------------------------------------------------------
+
+
+def test_mean_rewards_are_comparable_until_what_they_are_computed_from_changes(tmp_path: Path) -> None:
+    reward, tasks, prompt = (tmp_path / name for name in ("rewards.py", "tasks.py", "prompt.txt"))
+    for file in (reward, tasks, prompt):
+        file.write_text("# one\n")
+    keys = {"reward": f"{reward}:f", "environment": f"{tasks}:E", "system_prompt": f"@{prompt}"}
+
+    def key(**changed: object) -> float:
+        return reward_key(configure(**{f"rl_training__{name}": value for name, value in {**keys, **changed}.items()}))
+
+    seen = {
+        key(),
+        key(reward=f"0.5*{reward}:f + 0.5*exact"),
+        key(environment="words"),
+        key(system_prompt="be brief"),
+        key(max_completion_tokens=7),
+    }
+    assert key() in seen
+    assert key(optimizer__learning_rate=1e-3, seed=3) in seen
+    for file in (reward, tasks, prompt):
+        file.write_text("# another\n")
+        seen.add(key())
+    assert len(seen) == 8
 
 
 # ---- rewards -------------------------------------------------------------------------------------

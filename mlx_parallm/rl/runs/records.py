@@ -172,7 +172,7 @@ class Update:
         explores: whether it looked for a way out of a plateau.
         teacher_logprobs: for each sample, those of a teacher; see `teachers.TeacherLogprobs`. None: its loss read none,
             or an older version wrote it.
-        trend: of rewards when it began; see `RewardTrend.observed`. None: an older version wrote it.
+        trend: of rewards when it began; see `AdapterTraining.observed_rewards`. None: an older version wrote it.
         reduced: whether a compaction has removed its groups, so that it cannot be made again; see `compaction`.
         settings: digest of the settings that it was made with, which the journal keeps; empty: an older version wrote
             it.

@@ -41,6 +41,9 @@ from mlx_parallm.train.policy import PolicySnapshot, PolicyState
 CHANGE = "journal_change"
 """Key of a checkpoint's metrics: the number of the last change of the policy that is in it."""
 
+REWARD_KEY = "reward_key"
+"""Key of a checkpoint's metrics, and of the trend of rewards in the journal: `TrainingParts.reward_key`."""
+
 OF_LESSONS = (Signal.REWARDS, Signal.CORRECTIONS)
 """What the updates of a lesson learn from: rewards, and examples that are imitated."""
 
@@ -148,6 +151,9 @@ class AdapterTraining:
         self.change = self.start.number or 0
         if start is not None and card is not None:
             self.rewards.restore(card.metrics)
+            if self.has_other_rewards(card.metrics):
+                _log.info("the rewards of %s are of another kind than before: their mean starts again", self.name)
+                self.rewards.restart()
             self.evaluations.restore(card.metrics, self.name)
             best = await self.checkpoints.load_best()
             if best is None:  # its checkpoint is gone
@@ -195,7 +201,17 @@ class AdapterTraining:
 
     def _histories(self) -> dict[str, float]:
         """What training needs after a restart, for the metrics of a checkpoint."""
-        return {**self.rewards.to_metrics(), **self.evaluations.to_metrics(), CHANGE: float(self.change)}
+        numbers = {REWARD_KEY: self._parts.reward_key, CHANGE: float(self.change)}
+        return {**self.rewards.to_metrics(), **self.evaluations.to_metrics(), **numbers}
+
+    def observed_rewards(self, update: PreparedUpdate) -> dict[str, float]:
+        """The trend of rewards when this update began, for the journal."""
+        return {**update.history.trend.observed(), REWARD_KEY: self._parts.reward_key}
+
+    def has_other_rewards(self, written: Mapping[str, float]) -> bool:
+        """Whether the rewards of a trend that was `written` cannot be compared with those of this process. An older
+        version wrote no key; then they can."""
+        return written.get(REWARD_KEY, self._parts.reward_key) != self._parts.reward_key
 
     @property
     def rewards_fell(self) -> bool:

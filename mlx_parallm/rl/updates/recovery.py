@@ -110,7 +110,7 @@ class PolicyJournal:
                 learning_rate=update.batch.learning_rate,
                 explores=update.explores,
                 teacher_logprobs=update.teacher_logprobs if changed else None,
-                trend=update.history.trend.observed(),
+                trend=self._training.observed_rewards(update),
                 all_progress=True,
                 settings=self._settings,
                 owners=owners_of(update.groups),
@@ -266,7 +266,8 @@ class PolicyJournal:
         """Brings the trend of rewards to where it was when the update began."""
         trend = self._training.rewards.trend
         if update.trend is not None:
-            trend.continue_from(update.trend)
+            if not self._training.has_other_rewards(update.trend):
+                trend.continue_from(update.trend)
             return
         for group, trained in zip(groups, update.groups, strict=True):  # an older version wrote it
             collected = group.signal is Signal.REWARDS and not (trained.is_given or trained.remembered)
