@@ -261,12 +261,18 @@ class _Serving:
                 environment._interception = PolicyInterception(environment._interception)
                 ready.set_result(environment)
                 await asyncio.Event().wait()
-        except Exception as error:  # noqa: BLE001 - a user's environment may raise anything
-            if ready.done():
+        except BaseException as error:  # a user's environment may raise anything, SystemExit too
+            cancelled = isinstance(error, asyncio.CancelledError)
+            if not ready.done():
+                known = isinstance(error, Exception)
+                ready.set_exception(error if known else RolloutError(f"the environment did not start: {error!r}"))
+                ready.exception()  # all that waited for it may be gone, and nothing is to be logged of that
+            elif not cancelled:
                 _log.warning("environment: %s", error)
-            else:
-                ready.set_exception(error)
-            self._ready = None
+            if self._ready is ready:
+                self._ready = None
+            if cancelled:
+                raise
 
 
 def _messages(source: Any) -> tuple[Message, ...]:

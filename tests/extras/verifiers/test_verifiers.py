@@ -5,7 +5,9 @@ verifiers is not in the development group; these tests have a fake of it.
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from contextlib import asynccontextmanager
 from itertools import islice
 from types import ModuleType, SimpleNamespace
 
@@ -13,7 +15,8 @@ import pytest
 from extras.verifiers.fake_verifiers import Box, DockerConfig, Env, Taskset, install
 
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.rl.environments import answers_of, environment
+from mlx_parallm.rl.environments import RolloutError, answers_of, environment
+from mlx_parallm.rl.environments.thread import EnvironmentThread
 
 AGENT = Env.agents["agent"]
 
@@ -67,6 +70,38 @@ def test_every_task_comes_once_before_any_comes_again(add):
     assert first == prompts(quiz.tasks(1), 6)
     assert {*first[:3]} == {*first[3:]} == {"a?", "b?", "c?"}
     assert {tuple(prompts(quiz.tasks(seed), 3)) for seed in range(9)} > {tuple(first[:3])}
+
+
+class Server:
+    """The interception of an environment that is served."""
+
+
+@pytest.mark.parametrize("fault", [SystemExit(3), asyncio.CancelledError(), OSError("no port")])
+async def test_a_start_that_fails_costs_the_rollouts_that_wait_and_the_next_one_tries_again(add, fault):
+    """A tool server that exits, or a start that is cancelled from within, leaves nobody waiting."""
+    faults, thread = [fault], EnvironmentThread()
+
+    @asynccontextmanager
+    async def serving(self):
+        await asyncio.sleep(0.01)
+        if faults:
+            raise faults.pop()
+        yield
+
+    quiz = add(serving=serving, _interception=Server())
+
+    async def served():
+        return type(await quiz._serving.environment())
+
+    waiting = [thread.run(served, lambda: 10.0) for _ in range(2)]
+    for error in await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 5.0):
+        if isinstance(fault, OSError):
+            assert error is fault
+        else:
+            assert isinstance(error, RolloutError)
+            assert f"the environment did not start: {fault!r}" in str(error)
+    assert (await asyncio.wait_for(thread.run(served, lambda: 10.0), 5.0)).__name__ == "Environment"
+    thread.close()
 
 
 SEEN = [SimpleNamespace(role="user", content=[SimpleNamespace(type="image_url")])]
