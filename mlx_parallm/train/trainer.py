@@ -202,9 +202,10 @@ class GRPOTrainer:
         self._give_up([job for job in self._queue if job.future is future])
 
     def _give_up(self, jobs: Sequence[Job[Any]]) -> None:
-        """Fails these. A micro-step that others share goes on for them."""
-        if self._running is not None and all(job in jobs for job in self._running.tokens):
-            self._running.parts.close()
+        """Fails these. A micro-step that others share goes on for them, unless they were given up before."""
+        running = self._running
+        if running is not None and all(job in jobs or job not in self._queue for job in running.tokens):
+            running.parts.close()
             self._running = None
         self._fail(jobs)
 

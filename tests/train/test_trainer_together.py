@@ -145,6 +145,32 @@ def test_a_fault_after_the_micro_steps_leaves_the_policy_as_it_was(monkeypatch, 
     assert isinstance(learn(trainer, policy, samples()), UpdateOutcome)
 
 
+def test_a_shared_micro_step_ends_when_the_last_of_its_updates_is_given_up() -> None:
+    """One after the other, as when two clients close their models: the next update does not wait for it."""
+    trainer, model = make_trainer(changed(SETTINGS, micro_batch_tokens=2000))
+    trainer.pace(1e-9)  # one stage in each unit
+
+    def units(seed: int) -> int:
+        """What one update takes."""
+        policy, count = make_policy(trainer, 0.05, "alone", seed), 0
+        trainer.begin(policy, UpdateBatch(tuple(samples(6))))
+        while trainer.waits():
+            trainer.advance()
+            count += 1
+        return count
+
+    alone = units(1)
+    futures = [trainer.begin(policy, UpdateBatch(tuple(drawn))) for _, policy, drawn in trio(trainer, model)[:2]]
+    for _ in range(4):
+        trainer.advance()
+    assert trainer._running is not None
+    assert len(trainer._running.tokens) == 2, "it is shared, and not at its end"
+    for name in ("one", "two"):
+        trainer.close(name)
+    assert all(isinstance(future.exception(timeout=0), StepFailedError) for future in futures)
+    assert units(2) == alone
+
+
 # ---- what belongs to no policy ---------------------------------------------------------------------
 
 
