@@ -36,6 +36,7 @@ from mlx_parallm.rl.status import EvaluationResult, UpdateReport
 from mlx_parallm.rl.tracking import Record, Tracking
 from mlx_parallm.rl.updates.run import UNTAUGHT_S
 from mlx_parallm.rl.updates.selection import REFILLS, Chosen
+from mlx_parallm.train.jobs import RATE_ENDS
 
 if TYPE_CHECKING:  # it needs the extra `cluster`
     from mlx_parallm.extras.cluster.running.training import ClusterTraining
@@ -234,6 +235,10 @@ class TrainingRun(ABC):
             await self._open(done, taken)
             assert self.served.run is not None  # what trains keeps checkpoints
             self.view.started(self.facts(), done, self.served.run.path)
+            training = self.config.rl_training
+            optimizer, steps = training.optimizer, self.options.steps * training.minibatches
+            if optimizer.last_step is not None and steps > optimizer.last_step:
+                _log.warning(RATE_ENDS, optimizer.schedule.value, optimizer.last_step)
             if not done:
                 await self._warm_up()
             if done < self.options.steps and (result := await self.service.evaluate_if_due()) is not None:

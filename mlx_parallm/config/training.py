@@ -208,7 +208,10 @@ class OptimizerConfig(Section):
     warmup_updates: Integer = Field(default=0, ge=0)
     """Number of updates over which the learning rate rises from 0."""
     decay_updates: Integer = Field(default=1000, ge=1)
-    """Number of updates after the warm-up until a linear or cosine learning rate reaches 0."""
+    """Number of updates after the warm-up until a linear or cosine learning rate reaches 0. Each of several minibatches
+    counts. Later updates change nothing, though their versions are published: for training without an end, take the
+    schedule constant.
+    """
     beta1: Number = Field(default=0.9, ge=0, lt=1)
     """Decay of the mean gradient."""
     beta2: Number = Field(default=0.95, ge=0, lt=1)
@@ -225,6 +228,12 @@ class OptimizerConfig(Section):
     tokens each time. AdamW's first steps move every number by the learning rate, however small its gradient is.
     cross_entropy, dpo, kto and Tinker's optim_step are not measured. null means no limit.
     """
+
+    @property
+    def last_step(self) -> int | None:
+        """The last optimizer step that the schedule gives a learning rate above 0; None: it never ends."""
+        constant = self.schedule is LearningRateSchedule.CONSTANT
+        return None if constant else self.warmup_updates + self.decay_updates
 
     def at(self, learning_rate: float | None) -> OptimizerConfig:
         """These settings with a learning rate that does not change; None: these settings."""

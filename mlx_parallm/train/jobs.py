@@ -42,6 +42,12 @@ from mlx_parallm.train.policy import Policy, PolicyState
 
 _log = logging.getLogger(__name__)
 
+RATE_ENDS = (
+    "the %s learning rate is 0 after %d updates, and later ones change nothing: raise "
+    "rl_training.optimizer.decay_updates, or set rl_training.optimizer.schedule to constant"
+)
+"""What the log says once when an update has this learning rate."""
+
 T = TypeVar("T")
 
 NO_GRADIENT = "no_gradient"
@@ -115,6 +121,7 @@ class Jobs:
         self._pacer = pacer
         self._config = config
         self._measure_base = measure_base
+        self._warned_of_rate = False
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -194,6 +201,9 @@ class Jobs:
                     after, origin or policy.state, measured, optimizer.max_kl_step
                 )
             figures["learning_rate"] = after.learning_rate
+            if not after.learning_rate and optimizer.last_step is not None and not self._warned_of_rate:
+                self._warned_of_rate = True
+                _log.warning(RATE_ENDS, optimizer.schedule.value, optimizer.last_step)
             policy.restore(after)
         else:
             _log.warning("an update was skipped: %s", skipped)

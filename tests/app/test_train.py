@@ -110,6 +110,20 @@ def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize(("decay", "warned"), [(STEPS - 1, False), (STEPS - 2, True)])
+def test_a_run_of_more_steps_than_its_schedule_warns_at_the_start(
+    tmp_path: Path, user, caplog: pytest.LogCaptureFixture, decay: int, warned: bool
+) -> None:
+    user("regex")
+    keys = {"schedule": "linear", "decay_updates": decay, "warmup_updates": 1}
+    settings = config(tmp_path, "grpo", **{f"rl_training__optimizer__{name}": value for name, value in keys.items()})
+    seen: list[str] = []
+    view = View(then=lambda view: seen.append(caplog.text))
+    assert run(settings, OPTIONS, view) == 0
+    assert (f"linear learning rate is 0 after {1 + decay} updates" in seen[0]) is warned
+
+
+@pytest.mark.timeout(120)
 def test_a_run_that_learns_nothing_keeps_what_it_began_with(tmp_path: Path, user) -> None:
     """So it can be served all the same."""
     user("regex")

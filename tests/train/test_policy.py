@@ -49,6 +49,28 @@ def test_a_restored_policy_makes_the_same_next_update_to_the_bit(tmp_path, sched
     )
 
 
+@pytest.mark.parametrize("schedule", list(LearningRateSchedule))
+def test_updates_that_change_nothing_any_more_are_told_once(
+    schedule: LearningRateSchedule, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A schedule has brought the learning rate to 0."""
+    optimizer = OptimizerConfig(learning_rate=1e-2, schedule=schedule, warmup_updates=1, decay_updates=2)
+    trainer, _ = make_trainer(changed(SETTINGS, optimizer=optimizer))
+    policy, told = make_policy(trainer), []
+    for seed in range(5):
+        before = leaves(policy)
+        learn(trainer, policy, samples(seed=seed))
+        told.append(len(caplog.records))
+        moved = any(not np.array_equal(leaf, before[name]) for name, leaf in leaves(policy).items())
+        assert moved is (schedule is LearningRateSchedule.CONSTANT or seed < 3)
+    if schedule is LearningRateSchedule.CONSTANT:
+        assert told == [0] * 5
+    else:
+        assert told == [0, 0, 0, 1, 1]
+        assert f"{schedule.value} learning rate is 0 after 3 updates" in caplog.text
+        assert "raise rl_training.optimizer.decay_updates" in caplog.text
+
+
 def test_a_policy_of_another_rank_is_refused() -> None:
     trainer, _ = make_trainer()
     saved = snapshot(make_policy(trainer))
