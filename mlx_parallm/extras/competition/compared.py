@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from mlx_parallm.core.adapters import INCUMBENT, AdapterRef
@@ -51,6 +52,11 @@ class ComparedAdapter:
     def is_saved(self, ref: AdapterRef) -> bool:
         """Whether a checkpoint has the version, so that training can go on from it."""
         return self._loop.training.checkpoints.newest_of(ref) is not None
+
+    def first_saved(self, ref: AdapterRef) -> float:
+        """When a checkpoint first had the version, which is soon after it was made, in Unix time; now if none has."""
+        cards = self._loop.training.checkpoints.cards()
+        return min((float(card.created) for card in cards if card.adapter == ref), default=time.time())
 
     def came_from(self, ref: AdapterRef) -> bool:
         """Whether the live version was made by training from `ref`, which is not live any more."""

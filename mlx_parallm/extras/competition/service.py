@@ -3,8 +3,8 @@
 start, or an update ─▶ the name is split ─▶ rewards of both versions ─▶ verdict ─▶ one of them is live for all
 
 While versions are compared, the adapter is not updated, so that both stay what they are. After a restart, an automatic
-comparison begins again, because its candidate is the version that training continues from. Any other ends with the
-process, and the live version stays.
+comparison begins again, with the hours that are left, because its candidate is the version that training continues
+from. Any other ends with the process, and the live version stays.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -42,15 +43,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_LOOK_S = 60.0
+"""The wall clock is read this often, because a timer stands still while the machine sleeps."""
+
 
 @dataclass(eq=False, slots=True)
 class _Running:
-    """A comparison that runs, and what it holds. `outcome`: set when it is ending."""
+    """A comparison that runs, and what it holds. `until`: when its hours have passed, in Unix time; `timer` looks.
+    `outcome`: set when it is ending."""
 
     comparison: LiveComparison
     trained: ComparedAdapter
     leases: ExitStack
-    timer: asyncio.TimerHandle
+    until: float
+    timer: asyncio.TimerHandle = field(init=False)
     outcome: ComparisonEnd | None = None
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -180,13 +186,14 @@ class CompetitionService:
                     self._begin(trained, LiveComparison(live, candidate, self._config, automatic=True))
 
     def begin_again(self, name: str) -> None:
-        """Begins an automatic comparison again that the end of a process has cut off, without its rewards. Call this
-        when the training of an adapter begins."""
+        """Begins an automatic comparison again that the end of a process has cut off, without its rewards. Its hours
+        count from when its candidate was saved. Call this when the training of an adapter begins."""
         trained = self._trained(name, EVERYTHING)
         live = trained.live
         incumbent = trained.incumbent() if self._config.automatic else None
         if live is not None and incumbent is not None and incumbent != live and trained.came_from(incumbent):
-            self._begin(trained, LiveComparison(incumbent, live, self._config, automatic=True))
+            comparison = LiveComparison(incumbent, live, self._config, automatic=True)
+            self._begin(trained, comparison, trained.first_saved(live))
 
     # -- trajectories and rewards ------------------------------------------------------------------
 
@@ -215,24 +222,31 @@ class CompetitionService:
 
     # -- from beginning to end -------------------------------------------------------------------
 
-    def _begin(self, trained: ComparedAdapter, comparison: LiveComparison) -> None:
-        """Splits the requests for the adapter between the two versions, which are kept until the end."""
+    def _begin(self, trained: ComparedAdapter, comparison: LiveComparison, began: float | None = None) -> None:
+        """Splits the requests for the adapter between the two versions, which are kept until the end. `began`: in an
+        earlier process, in Unix time; None: now."""
         with ExitStack() as leases:
             for version in (comparison.live, comparison.candidate):
                 leases.enter_context(self._versions.lease(str(version)))
             self._versions.split(trained.name, comparison.choose)
             kept = leases.pop_all()
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(comparison.settings.max_hours * 3600, self._expire, trained.name, comparison)
-        self._running[trained.name] = _Running(comparison, trained, kept, timer)
+        began = comparison.started if began is None else began
+        running = _Running(comparison, trained, kept, began + comparison.settings.max_hours * 3600)
+        self._running[trained.name] = running
+        self._look_later(running)
         trained.hold()
         _log.info("comparing %s with %s on requests", comparison.candidate, comparison.live)
         self._tell("comparison_started", comparison.card())
 
-    def _expire(self, name: str, comparison: LiveComparison) -> None:
-        running = self._running.get(name)
-        if running is not None and running.comparison is comparison:
+    def _look_later(self, running: _Running) -> None:
+        wait_s = min(max(running.until - time.time(), 0.0), _LOOK_S)
+        running.timer = asyncio.get_running_loop().call_later(wait_s, self._look, running)
+
+    def _look(self, running: _Running) -> None:
+        if time.time() >= running.until:
             self._end_soon(running, OUT_OF_TIME)
+        else:
+            self._look_later(running)
 
     def _end_soon(self, running: _Running, outcome: ComparisonEnd) -> None:
         if running.outcome is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,6 +18,7 @@ from mlx_parallm.config import CompetitionConfig
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.core.readers import Reader
 from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.extras.competition import service as competition
 from mlx_parallm.extras.competition.comparison import ComparisonCard, ComparisonSpec
 from mlx_parallm.extras.competition.service import CompetitionService
 from mlx_parallm.rl.trajectories import TrajectoryGroup, TrajectoryState
@@ -206,6 +208,36 @@ async def test_it_ends_when_its_time_is_up() -> None:
         await asyncio.gather(*rig.tasks)
         assert (rig.card.verdict, rig.trained.live) == ("no_difference", LIVE)
         assert "max_hours" in rig.card.reason
+
+
+@pytest.mark.parametrize(("hours_ago", "ends"), [(3.0, True), (1.0, False)])
+async def test_the_hours_before_a_restart_count(hours_ago: float, ends: bool) -> None:
+    """Otherwise one that is cut off each night would hold training for ever."""
+    rig = Rig(automatic=True, max_hours=2.0)
+    rig.trained.live, rig.trained.kept = CANDIDATE, LIVE
+    rig.trained.first_saved = lambda version: time.time() - hours_ago * 3600 if version == CANDIDATE else 0.0
+    rig.service.begin_again("main")
+    assert (rig.card.verdict, rig.trained.held) == ("running", True)
+    await asyncio.sleep(0.02)
+    await asyncio.gather(*rig.tasks)
+    if ends:
+        assert (rig.card.verdict, rig.trained.live) == ("no_difference", LIVE)
+        assert "max_hours" in rig.card.reason
+        rig.assert_nothing_is_left()
+    else:
+        assert rig.card.verdict == "running"
+        rig.service.close()
+
+
+async def test_the_hours_in_which_the_machine_sleeps_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The timers of the loop stand still then."""
+    monkeypatch.setattr(competition, "_LOOK_S", 0.001)
+    async with begun(max_hours=2.0) as rig:
+        now = time.time()
+        monkeypatch.setattr(competition.time, "time", lambda: now + 3 * 3600)
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*rig.tasks)
+        assert (rig.card.verdict, rig.trained.held) == ("no_difference", False)
 
 
 async def test_a_winner_that_cannot_go_live_leaves_all_as_it_was() -> None:

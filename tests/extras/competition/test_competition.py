@@ -205,6 +205,21 @@ async def test_every_new_version_has_to_win(tmp_path: Path) -> None:
         await made.assert_nothing_is_left()
 
 
+async def test_after_a_restart_that_comes_too_late_the_version_before_is_live(tmp_path: Path) -> None:
+    """The hours are used up, so training goes on from there."""
+    automatic = {"rl_training__competition__automatic": True}
+    async with rig(tmp_path, **automatic) as made:
+        incumbent = await made.published()
+        await made.until_it_competes()
+    async with rig(tmp_path, rl_training__competition__max_hours=1e-6, **automatic) as made:
+        async with asyncio.timeout(30):
+            while made.competes:
+                await asyncio.sleep(0.01)
+        (card,) = made.competition.cards()
+        assert (card.verdict, made.live) == ("no_difference", incumbent)
+        await made.assert_nothing_is_left()
+
+
 async def test_after_a_restart_a_new_version_still_has_to_win(tmp_path: Path) -> None:
     automatic = {"rl_training__competition__automatic": True}
     async with rig(tmp_path, **automatic) as made:
