@@ -35,7 +35,9 @@ def test_template_variables_are_a_mapping_or_json(yaml_file):
     for value in ("{enable_thinking: false}", "'{\"enable_thinking\": false}'"):
         resolved = resolve({}, {}, yaml_file(f"model: {{chat_template_kwargs: {value}}}"))
         assert resolved.config.model.chat_template_kwargs == '{"enable_thinking": false}'
-    assert "must be a JSON object of variables" in problems(file=yaml_file("model: {chat_template_kwargs: {1: 2}}"))[0]
+    for bad in ("{1: 2}", "{enable_thinking: false, 'two words': 1}"):
+        (line,) = problems(file=yaml_file(f"model: {{chat_template_kwargs: {bad}}}"))
+        assert "must be a JSON object of variables" in line
 
 
 def test_sources_of_one_section_are_merged_key_by_key(yaml_file):

@@ -7,6 +7,7 @@ import pytest
 from mlx_parallm.config import (
     Mode,
     OldLogprobs,
+    OptimizerConfig,
     RewardScale,
     RLTrainingConfig,
     ServerConfig,
@@ -129,6 +130,7 @@ def test_bank_must_hold_the_live_version_and_the_next():
     (line,) = problems(flags(rl_training__enabled=True, adapters__max_loras=1))
     assert line.startswith("adapters.max_loras: training needs at least 2")
     assert resolve(flags(adapters__max_loras=1)).config.adapters.max_loras == 1
+    assert resolve(flags(rl_training__enabled=True, adapters__max_loras=2)).config.adapters.max_loras == 2
 
 
 def test_buffer_must_hold_an_update():
@@ -284,3 +286,8 @@ def test_what_the_operator_sets_is_kept():
 def test_a_server_samples_its_environment_unless_told_not_to(given, samples):
     settings = {"rl_training__enabled": "true", "rl_training__environment": "words", **given}
     assert (environment_of(resolve(flags(**settings)).config) is not None) is samples
+
+
+def test_a_learning_rate_of_its_own_is_there_from_the_first_step():
+    settings = OptimizerConfig(schedule="linear", warmup_updates=9).at(1e-3)
+    assert (settings.learning_rate, settings.schedule, settings.warmup_updates) == (1e-3, "constant", 0)

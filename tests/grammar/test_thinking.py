@@ -64,6 +64,7 @@ def test_nothing_ends_a_text_while_it_thinks(compiler: LLCompiler) -> None:
 def test_a_start_mark_that_was_begun_is_gone_on_with(compiler: LLCompiler) -> None:
     state = compiled(compiler, ReasoningPrefix.OPTIONAL).start()
     assert allowed(state) == {ord("<"), *b"0123456789"}
+    assert list(state.forced()) == [], "it may think or answer"
     state.accept(ord("<"))
     assert allowed(state) == {ord("t")}
 
