@@ -124,6 +124,7 @@ class TrainingForwards:
         """The stages of the backward pass: one for each block of the head, then one for the gradients of each layer,
         from the last layer to the first."""
         *first, last = forward.blocks.gradients
+        forward.blocks.gradients.clear()  # the graph of the backward pass holds this list, and so would hold itself
         yield from (Stage(StageKind.HEAD_BACKWARD, block, block[0].shape[0]) for block in first)
         of_head = [leaf for each in gradients for leaf in each.get(self._model.head_path, {}).values()]
         yield Stage(StageKind.HEAD_BACKWARD, [last, of_head], last[0].shape[0])

@@ -113,3 +113,19 @@ def test_only_micro_steps_that_are_too_large_are_recomputed_and_gradients_are_th
     assert all(longest <= tokens for tokens, longest in asked)
     for mine, always in zip(some, params(lambda *_: True), strict=True):
         assert mx.array_equal(mine, always)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_an_update_that_is_given_up_half_way_leaves_nothing_behind(checkpointed: bool) -> None:
+    """Its graph, which nothing evaluates any more, holds the policy's arrays."""
+    trainer = large(changed(LARGE, micro_batch_tokens=2000, gradient_checkpointing=checkpointed))
+    learn(trainer, make_policy(trainer, 0.01, "one"), samples(8, groups=1))
+    trainer.close("one")
+    before = active()
+    for _ in range(2):
+        trainer.pace(1e-9)
+        trainer.begin(make_policy(trainer, 0.01, "one"), UpdateBatch(tuple(samples(8, groups=1))))
+        for _ in range(3):
+            trainer.advance()
+        trainer.close("one")
+        assert active() - before < SET / 10
