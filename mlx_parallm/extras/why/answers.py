@@ -189,12 +189,12 @@ class Answers:
         return None
 
     async def _served(self, version: str) -> PolicySnapshot | None:
-        """A policy of the weights from which a version is served; None: it is not."""
+        """A policy of the weights from which a version is served; None: they are not here."""
         if self._parts.policy_of is None:
             return None
         try:
             return await self._parts.policy_of(_ref(version))
-        except (AdapterFileError, UnknownModelError):
+        except (AdapterFileError, ConflictError, UnknownModelError):
             return None
 
     def _ranked(self, spec: AnswerSpec, reader: Reader, samples: Sequence[_Sample], pushes: Pushes) -> dict[str, Any]:
