@@ -101,6 +101,13 @@ async def test_a_load_that_failed_is_tried_again_later(monkeypatch: pytest.Monke
         assert models.statuses()[1] == BaseStatus("b", ModelState.LOADED, served("b").card)
 
 
+async def test_one_that_was_used_gives_way_when_nobody_uses_it_any_more() -> None:
+    async with base_models() as (models, loader), asyncio.timeout(10):
+        for base in "aabb":
+            assert await use(models, base) == base
+        assert loader.log == ["-a", "+b"]
+
+
 @pytest.mark.parametrize("idle", [True, False])
 async def test_a_fault_of_an_unload_costs_no_request(idle: bool) -> None:
     """Of an unload because nobody used it, or because it gave way."""
