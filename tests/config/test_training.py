@@ -291,3 +291,8 @@ def test_a_server_samples_its_environment_unless_told_not_to(given, samples):
 def test_a_learning_rate_of_its_own_is_there_from_the_first_step():
     settings = OptimizerConfig(schedule="linear", warmup_updates=9).at(1e-3)
     assert (settings.learning_rate, settings.schedule, settings.warmup_updates) == (1e-3, "constant", 0)
+
+
+def test_when_a_learning_rate_ends():
+    assert OptimizerConfig(schedule="cosine", warmup_updates=9, decay_updates=5).last_step == 14
+    assert OptimizerConfig(warmup_updates=9, decay_updates=5).last_step is None
