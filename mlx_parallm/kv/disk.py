@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load, save
 
-from mlx_parallm import atomic
+from mlx_parallm import __version__, atomic
 from mlx_parallm.errors import StorageError
 from mlx_parallm.kv.arena import Bytes
 from mlx_parallm.kv.blocks import BLOCK_TOKENS
@@ -84,7 +84,7 @@ def model_key(fingerprint: str, layout: KVLayout) -> bytes:
     and the arrays of its states."""
     layers = [[s.kv_heads, s.head_dim_k, s.head_dim_v, s.window] for s in layout.attention.values()]
     states = [[s.shapes, list(map(str, s.dtypes))] for s in layout.recurrent.values()]
-    code = [_FORMAT, metadata.version("mlx-parallm"), metadata.version("mlx-lm")]
+    code = [_FORMAT, __version__, metadata.version("mlx-lm")]
     return _digest(json.dumps([*code, BLOCK_TOKENS, fingerprint, _kind(layout), layers, *states]).encode())
 
 
