@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from configs import changed, limited, loss_config
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rl.fakes import FakeEngine, FakeLearner
 from rl.service_rig import GIVEN, SETTINGS, World, settle, until
@@ -325,6 +325,9 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from([0, 1000]))
+@example(["draft", "crash", "draft", "crash", "request", "crash"], 0)
+@example(["draft", "crash", "draft", "crash", "request", "crash"], 1000)
+@example(["request", "update", "save", "rollback", "crash"], 1000)
 @settings(max_examples=50, deadline=None)
 def test_any_history_with_crashes_ends_as_the_same_history_without(
     tmp_path_factory, steps: list[str], keep: int

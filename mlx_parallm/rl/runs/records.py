@@ -165,7 +165,8 @@ class Update:
     Attributes:
         wanted: trajectories that made a whole update; None: all that there were.
         publish: whether a version was to be made of it.
-        version: number of that version; None if there is none.
+        version: number of that version, or of the one with which a later process started from its checkpoint; None if
+            there is none.
         progress: see `AdapterTraining.progress`. `all_progress`: it has all that there was after the update, and not
             only what the update named.
         learning_rate: see `UpdateBatch`.

@@ -196,9 +196,12 @@ class PolicyJournal:
         recovery = plan(changes or (), training.start)
         training.progress = await self._journal.read(lambda file: file.progress(training.name)) or {}
         training.versions.continue_from([ref_of(version) for version in recovery.lineage])
+        if training.start.live not in recovery.lineage:
+            self._note_version(changes or ())
         if not await self._rolled_back_to(recovery.roll_back_to):
             recovery = replace(recovery, updates=(), lost=len(recovery.updates), is_new=True, recent=())
         if recovery.baselines is not None:
+            training.rewards.restart()  # as the rollback did; the checkpoint may be older than it
             training.rewards.restore_baselines(recovery.baselines)
         training.watch.restart(recovery.recent)
         if recovery.lost:
@@ -216,6 +219,14 @@ class PolicyJournal:
             self._start = self._numbered(Start(training.start.live))
         elif made:  # otherwise a checkpoint would have nothing new
             await training.save_if_due(now=True)
+
+    def _note_version(self, changes: Sequence[PolicyChange]) -> None:
+        """Notes in the journal that the last change in the checkpoint has the live version, if no update has published
+        one of it: this start has made it live, and later ones continue from it."""
+        live, number = self._training.live, self._training.start.number
+        change = next((each for each in changes if each.number == number), None)
+        if live is not None and change is not None and isinstance(change.body, Update) and change.body.version is None:
+            self._journal.started(replace(change, body=replace(change.body, version=live.version)))
 
     async def _rolled_back_to(self, checkpoint: str) -> bool:
         """Restores a checkpoint, unless the name is empty. Returns whether it could be."""
