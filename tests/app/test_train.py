@@ -22,7 +22,9 @@ from mlx_parallm.app.train import run
 from mlx_parallm.app.training_run import FINAL, TrainOptions
 from mlx_parallm.config import configure
 from mlx_parallm.core.adapters import BASE_ADAPTER
-from mlx_parallm.errors import ConfigError, StorageError, TrainingFailedError
+from mlx_parallm.engine.figures import EngineStats
+from mlx_parallm.engine.thread import ContinuousBatchProcessor
+from mlx_parallm.errors import ConfigError, EngineDeadError, StorageError, TrainingFailedError
 from mlx_parallm.machine import processors
 from mlx_parallm.rl.runs.record import RunState, summarize
 from mlx_parallm.rl.runs.store import JournalFile
@@ -107,6 +109,33 @@ def test_steps_draw_score_update_and_save_the_last(tmp_path: Path, user) -> None
     assert (lines[0]["kind"], lines[0]["status"], lines[0]["failures"]) == ("update", "published", [])
     assert lines[2]["checkpoint"] == view.reports[2].checkpoint
     assert view.facts["adapter"].startswith("default, rank 4, alpha 8")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_run_waits_for_a_cool_machine_unless_its_engine_dies(
+    tmp_path: Path, user, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    user("regex")
+    view, told, stats = View(), [], ContinuousBatchProcessor.stats
+
+    def hot(thread: ContinuousBatchProcessor) -> EngineStats:
+        found = stats(thread)
+        if view.facts and len(told) < 3:
+            told.append(found.machine)
+            machine = replace(found.machine, training_waits_for="the machine is too hot")
+            return replace(found, machine=machine, alive=not dies)
+        return found
+
+    monkeypatch.setattr(ContinuousBatchProcessor, "stats", hot)
+    if dies:
+        with pytest.raises(EngineDeadError):
+            run(config(tmp_path, "grpo"), OPTIONS, view)
+        assert not view.reports
+    else:
+        assert run(config(tmp_path, "grpo"), OPTIONS, view) == 0
+        assert len(view.reports) == STEPS
+    assert told
 
 
 @pytest.mark.timeout(120)

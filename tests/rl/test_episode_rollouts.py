@@ -14,6 +14,7 @@ from rl.rollout_rig import END, LIVE, Guess, episode_of, last_message, rig, text
 from mlx_parallm.core.requests import CollectionSpec, FinishReason, WorkClass
 from mlx_parallm.errors import TrainingFailedError
 from mlx_parallm.rl.environments import Task
+from mlx_parallm.rl.environments.thread import EnvironmentThread
 
 
 def hinted(request) -> str:
@@ -251,6 +252,25 @@ async def test_code_that_would_end_the_thread_beside_a_rollout_costs_no_other_on
             drawn = await world.draw(2)
             assert (drawn.failures, drawn.faults) == ((), ())
         assert [len(rewards) for _, rewards in world.groups] == [3] * 4
+
+
+async def test_closing_waits_until_the_environment_has_ended_its_tools() -> None:
+    """What else would end them when the process is gone?"""
+    begun, ended, thread = threading.Event(), [], EnvironmentThread()
+
+    async def plays() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)
+            ended.append("tool")
+
+    playing = asyncio.ensure_future(thread.run(plays, lambda: 60.0))
+    await asyncio.to_thread(begun.wait)
+    thread.close()
+    assert ended == ["tool"]
+    await asyncio.wait([playing])
 
 
 async def test_a_thread_that_a_rollout_blocked_ends_with_it() -> None:
