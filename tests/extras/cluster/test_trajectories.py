@@ -4,7 +4,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from cluster.conftest import address_of
+from extras.cluster.conftest import address_of
 
 from mlx_parallm.errors import ConflictError, StorageError
 from mlx_parallm.extras.cluster import trainer

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from cluster.conftest import address_of
+from extras.cluster.conftest import address_of
 from nats.errors import Error as NatsError
 
 from mlx_parallm.errors import ConfigError, StorageError

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from cluster.test_archive import GOOD
+from extras.cluster.test_archive import GOOD
 
 from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import AdapterFileError, EngineError, StorageError
