@@ -179,6 +179,10 @@ async def test_a_held_version_is_never_live_and_three_in_a_row_pause_training() 
     assert divergences(rig) == [("kl_step", "hold")] * 3
     assert rig.loop.status().state == "paused"
     assert "3 updates in a row were skipped or held" in str(rig.loop.status().pause_reason)
+    rig.loop.resume()
+    for state in ("running", "running", "paused"):
+        await updated_with(rig, kl_step=50.0)
+        assert (rig.loop.status().state == "paused") == (state == "paused")
     rig.check()
 
 

@@ -95,6 +95,7 @@ async def test_everything_is_told_in_order() -> None:
             "paused", "resumed", "rollback", "checkpoint", "started",
         ]  # fmt: skip
         assert seen[2].data["groups"] == [seen[0].data["group_id"]]
+        assert [event.data["version"] for event in seen if event.kind == "collected"] == ["base@0", "main@1"]
         assert seen[3].data["version"] == "main@1"
         assert seen[7].data["reasons"] == {"zero_variance": 2}
         assert {event.data["adapter"] for event in seen[:-1]} == {"main"}

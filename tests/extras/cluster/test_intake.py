@@ -1,7 +1,7 @@
 """What nodes send to the trainer of a cluster, over the trainer's service with stand-ins for the device."""
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from rl.service_rig import CHECKPOINTING, SETTINGS, World, until
@@ -107,6 +107,17 @@ async def test_what_is_dropped_is_acknowledged_without_a_checkpoint(trainer):
     buffer.drop(buffer.find("group-a"), DropReason.TIMEOUT)
     await trainer.take(answers("c", scorer=None))
     assert (dropped.acknowledged, waits.acknowledged) == (1, 0)
+
+
+async def test_groups_of_two_keys_may_have_one_name(trainer):
+    messages = []
+    for owner in (None, "kim"):
+        answered = [trajectory(str(owner), index) for index in range(2)]
+        collection = replace(answered[0].collection, group_id="colours", group_size=2)
+        answered = [replace(each, owner=owner, group_id="colours", collection=collection) for each in answered]
+        messages.append(Message(to_message(Arrival(tuple(answered)))))
+    await trainer.take(*messages)
+    await until(lambda: trainer.service.loop().with_signal == 4)
 
 
 async def test_the_next_process_knows_what_the_one_before_has_taken(trainer, tmp_path):
