@@ -47,6 +47,11 @@ def answer(harness: Harness, name: str, prompt: Sequence[int], tokens: int = 4, 
 # ---- batches ---------------------------------------------------------------------------------------
 
 
+def test_only_the_mixers_of_recurrent_layers_run_row_by_row() -> None:
+    """All else of a layer, such as its experts, computes the tokens of all rows together."""
+    assert prepare(tiny_model("qwen3_next")).mixers == ("model.layers.0.linear_attn",)
+
+
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_any_interleaving_with_aborts_and_preemption(world: World, data: st.DataObject) -> None:

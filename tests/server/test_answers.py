@@ -157,6 +157,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], Any]] = {
             "prompt_logprobs": [None, {"58": {"logprob": -0.5, "rank": 1, "decoded_token": ":"}}, *[{}] * 5],
         },
     ),
+    "logprobs of tokens that were sent": (
+        TOKENS,
+        {"token_ids": [97, 98], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}},
+        *("Hi", {}),
+        {"prompt_logprobs": [None, {"98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"}}]},
+    ),
     "vLLM, as atroposlib's VLLMServer asks and reads": (
         GENERATE,
         {**VLLM, "n": 2, "max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "stop": ["x"]},
