@@ -69,6 +69,7 @@ def test_says_what_is_served_and_where():
         "weights 513.1 MiB, KV cache up to 2.0 GiB",
         "11.0 GiB in all, buffer cache up to 512.0 MiB, none wired",
         "CPU, BLAS libopenblas.so.0",
+        "temperature 1, no filters, no penalties",
         "this machine only, no API key",
         "http://127.0.0.1:8000/v1\n",
         "dashboard   http://127.0.0.1:8000/dashboard\n",

@@ -181,6 +181,10 @@ async def test_adapters_belong_to_their_base_model(models, tmp_path, limits_rest
         refused = await client.post("/v1/completions", json=body("one", 1, lora_adapter="math"))
         assert refused.status_code == 400
         assert "belongs to the base model two" in refused.json()["error"]["message"]
+        routed = await client.post("/v1/adapters/route", json={"weights": {"tone": 1, "base": 1}})
+        assert routed.json() == {"route": {"tone": 0.5, "base": 0.5}}
+        refused = await client.post("/v1/adapters/route", json={"weights": {"math": 1}})
+        assert (refused.status_code, "is an adapter of two" in refused.text) == (400, True)
         unknown = await client.post("/v1/completions", json=body("nobody", 1))
         assert unknown.status_code == 404
 
