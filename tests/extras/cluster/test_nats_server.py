@@ -52,6 +52,7 @@ async def test_the_registry_and_the_address_outlive_a_restart(tmp_path):
     async with nats_server(tmp_path, "127.0.0.1") as server, connect(address_of(server), "test") as connection:
         assert server.listening == first
         assert await Versions(connection).live("math") == live
+    assert server.process.returncode != -signal.SIGKILL, "it was asked to end"
 
 
 async def test_a_killed_server_is_started_again_and_followers_go_on(tmp_path):

@@ -55,6 +55,8 @@ async def test_followers_see_each_change_and_names_may_have_dots(versions):
     assert (await anext(following)).staged[version.ref] == version
     await versions.go_live(version, None)
     assert (await anext(following)).live["a.b."] == version
+    await versions.take_over("a.b.", 1)
+    assert "a.b." in (await anext(following)).trained
     await following.aclose()
 
 

@@ -201,6 +201,18 @@ async def test_nothing_at_the_address_is_a_failure():
         await events_of(Member(info, 0.0), REQUEST)
 
 
+async def test_of_a_program_between_that_knows_no_such_answer_its_status_is_the_reason():
+    async def refuse(reader, writer):
+        await reader.readline()
+        writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\n\r\n<html></html>")
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as proxy:
+        url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        with pytest.raises(NodeFailedError, match="502 Bad Gateway"):
+            await events_of(Member(NodeInfo("replica-1", NodeRole.REPLICA, url, ready=True), 0.0), REQUEST)
+
+
 async def test_a_server_that_is_no_node_says_how_to_make_it_one(client):
     error = await refusal(client.get("/v1/cluster"), 409)
     assert "--share-model" in error["message"]

@@ -1,0 +1,83 @@
+"""The head over a real NATS server: who may join, what it keeps, and when a version goes live."""
+
+import asyncio
+import hashlib
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from extras.cluster.test_archive import GOOD
+from extras.cluster.test_follower import Adapters, until
+
+from mlx_parallm import __version__
+from mlx_parallm.core.adapters import AdapterRef
+from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.extras.cluster.cards import BaseFile, Joining, Member, NodeInfo, NodeRole, SharedBase, SharedVersion
+from mlx_parallm.extras.cluster.head import HeadSettings, head
+from mlx_parallm.extras.cluster.publisher import Publisher
+from mlx_parallm.extras.cluster.versions import Versions
+
+CONFIG = b'{"model_type": "llama"}'
+SUM = hashlib.sha256(GOOD).hexdigest()
+REF = AdapterRef("math", 3)
+NODE = NodeInfo("replica-1", NodeRole.REPLICA, "http://127.0.0.1:9", ready=True)
+
+
+@pytest.fixture
+async def node(tmp_path):
+    base = tmp_path / "base"
+    (base / "images").mkdir(parents=True)
+    (base / "config.json").write_bytes(CONFIG)
+    (base / ".cache").write_bytes(b"no part of the model")
+    settings = HeadSettings(tmp_path / "head", SharedBase("tiny", "f1"), base, "127.0.0.1")
+    async with head(settings, Adapters()) as started:
+        yield started
+
+
+def joining(fingerprint=None, version=__version__):
+    return Joining(NodeRole.REPLICA, "http://127.0.0.1:9", fingerprint, version)
+
+
+async def test_a_node_gets_the_base_model_unless_it_has_it(node):
+    told = await node.join(joining(), "::1")
+    assert told.base.files == (BaseFile("config.json", len(CONFIG), hashlib.sha256(CONFIG).hexdigest()),)
+    assert told.nats_url.startswith("nats://[::1]:")
+    assert (await node.base_file("config.json")).read_bytes() == CONFIG
+    for no_file in ("images", ".cache", "../head/token", "other"):
+        with pytest.raises(InvalidRequestError):
+            await node.base_file(no_file)
+    assert (await node.join(joining("f1"), "127.0.0.1")).base == SharedBase("tiny", "f1")
+    with pytest.raises(ConflictError, match="start it without --model-path"):
+        await node.join(joining("f2"), "127.0.0.1")
+    with pytest.raises(ConflictError, match="install the same"):
+        await node.join(joining("f1", "0.0.1"), "127.0.0.1")
+
+
+async def test_what_is_uploaded_is_kept_until_a_trainer_with_an_older_lease_sends_more(node):
+    version = await node.put_adapter(REF, GOOD, SUM, fence=5)
+    assert version == SharedVersion("math", 3, SUM, len(GOOD), 5)
+    assert (await node.adapter_file(REF)).read_bytes() == GOOD
+    assert await node.fetch(version) == GOOD
+    with pytest.raises(UnknownModelError):
+        await node.adapter_file(AdapterRef("math", 4))
+    await node._versions.go_live(version, None)
+    await until(lambda: "math" in node.follower.state.live)
+    with pytest.raises(ConflictError, match="lost its lease"):
+        await node.put_adapter(AdapterRef("math", 4), GOOD, SUM, fence=4)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("patient", [True, False])
+async def test_a_version_goes_live_when_the_nodes_hold_it_or_after_some_time(connection, caplog, patient):
+    name = f"math-{patient}"
+    version, members = SharedVersion(name, 1, SUM, len(GOOD)), [Member(NODE, 0.0)]
+    await Versions(connection).stage(version)
+    seen = SimpleNamespace(present=lambda: members)
+    publisher = Publisher(None, Versions(connection), seen, patience_s=60.0 if patient else 0.05)
+    publishing = asyncio.create_task(publisher.make_live(version, None))
+    if patient:
+        await asyncio.sleep(0.3)
+        assert await Versions(connection).live(name) is None
+        members[0] = Member(replace(NODE, holds=(f"{name}@1",)), 0.0)
+    assert (await publishing).version == version
+    assert ("missing on replica-1" in caplog.text) is not patient
