@@ -26,7 +26,7 @@ from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.engine.thread import ContinuousBatchProcessor
 from mlx_parallm.errors import ConfigError, EngineDeadError, StorageError, TrainingFailedError
 from mlx_parallm.machine import processors
-from mlx_parallm.rl.runs.record import RunState, summarize
+from mlx_parallm.rl.runs.record import RunState, read_record, summarize
 from mlx_parallm.rl.runs.store import JournalFile
 
 pytestmark = pytest.mark.ci
@@ -215,6 +215,9 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(tmp_path: Path, use
     view = View()
     assert run(config(tmp_path, "grpo", **keys), replace(OPTIONS, steps=5), view) == 0
     assert (view.made, view.reports) == (5, []), "there is nothing left to do"
+    begun = [start.lineage for start in read_record(two).starts]
+    saved = {n: {"default": f"default@{n} of {two / 'default' / f'checkpoint-{n}'}"} for n in (2, 4, 5)}
+    assert begun == [{}, saved[2], saved[4], saved[5]]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, their number is left to the system")

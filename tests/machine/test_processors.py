@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +53,23 @@ def test_a_number_from_the_environment_stays():
     environment = {**processors.os.environ, "OPENBLAS_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.split() == ["0", "0"]
+
+
+@LINUX
+def test_a_reading_waits_for_a_quarter_of_a_second_after_the_one_before_and_no_longer(monkeypatch):
+    now, waited = [100.0], []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, process_time=time.process_time)
+    monkeypatch.setattr(processors, "time", clock)
+    others = OtherPrograms()
+    for passed in (0.05, 1.0):
+        now[0] += passed
+        others.cores()
+    assert waited == [pytest.approx(0.2), 0.0]
 
 
 @LINUX
