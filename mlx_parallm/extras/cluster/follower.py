@@ -16,7 +16,7 @@ from typing import Protocol
 
 from mlx_parallm import atomic
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import EngineError, ParaLLMError, RequestError
+from mlx_parallm.errors import AdapterUnavailableError, EngineError, ParaLLMError, RequestError
 from mlx_parallm.extras.cluster.archive import unpack
 from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
 from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
@@ -103,8 +103,6 @@ class RegistryFollower:
                 try:
                     await self._follow(self.state)
                     self.followed.set()
-                except RequestError as error:  # such as a version that somebody has unloaded here
-                    _log.error("%s", error)
                 except Exception as error:  # noqa: BLE001 - NATS or the head starts again, a device or disk has failed
                     _log.warning("%s", str(error) or repr(error))
                     await asyncio.sleep(_AGAIN_S)
@@ -122,8 +120,19 @@ class RegistryFollower:
             await self._hold(version)
         for name, version in state.live.items():
             if version.ref in self._held and self._adapters.live(name) != version.ref:
-                await self._adapters.flip(version.ref)
+                await self._flip(version)
         await self._on_change()
+
+    async def _flip(self, version: SharedVersion) -> None:
+        """Makes a version live. One that somebody has unloaded here is fetched again."""
+        try:
+            await self._adapters.flip(version.ref)
+        except (RequestError, AdapterUnavailableError) as error:
+            _log.error("%s cannot go live here, and is fetched again: %s", version.ref, error)
+            del self._held[version.ref]
+            self._adapters.release(version.ref)
+            self.unusable[version.ref] = str(error)
+            self._try_again.add(version.ref)
 
     def _missing(self, state: VersionState) -> list[SharedVersion]:
         """Versions to fetch, in the order of their numbers, because a node takes no number below one that it has had.

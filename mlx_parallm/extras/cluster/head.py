@@ -38,22 +38,18 @@ class AdapterArchives:
         atomic.make_folder(folder)
 
     def put(self, ref: AdapterRef, archive: bytes, sha256: str, fence: int) -> SharedVersion:
-        """Keeps an archive. Doing so again changes nothing.
+        """Keeps an archive, in place of one that was there. Doing so again changes nothing.
 
         Raises:
             InvalidRequestError: it has another checksum, or is not an adapter's.
-            ConflictError: there is another archive of this version.
         """
         found = digest(archive)
         if found != sha256.lower():
             raise InvalidRequestError(f"X-Sha256: the body has the SHA-256 {found}; send it again.", param="X-Sha256")
         check(archive)
         file = self._file(ref)
-        if not file.exists():
-            atomic.make_folder(file.parent)
-            atomic.replace_file(file, archive)
-        elif digest(file.read_bytes()) != found:
-            raise ConflictError(f"{ref} has another content already; publish a new version", param="version")
+        atomic.make_folder(file.parent)
+        atomic.replace_file(file, archive)
         return SharedVersion(ref.name, ref.version, found, len(archive), fence)
 
     def path(self, ref: AdapterRef) -> Path:
@@ -136,6 +132,7 @@ class Head(Node):
         self._versions = Versions(connection)
         self._archives = AdapterArchives(settings.folder / "adapters")
         self._base_files = BaseFiles(settings.base_folder)
+        self._uploading = asyncio.Lock()
 
     async def fetch(self, version: SharedVersion) -> bytes:
         """See `Node.fetch`."""
@@ -187,8 +184,10 @@ class Head(Node):
         live = self.follower.state.live.get(ref.name)
         if live is not None and fence < live.fence:
             raise ConflictError(f"{ref} is refused: its trainer has lost its lease to another ({live.fence}).")
-        version = await asyncio.to_thread(self._archives.put, ref, archive, sha256, fence)
-        await self._versions.stage(version)
+        async with self._uploading:  # the archive of a staged version never changes; one left by a failed upload may
+            await self._versions.check(ref, sha256.lower())
+            version = await asyncio.to_thread(self._archives.put, ref, archive, sha256, fence)
+            await self._versions.stage(version)
         return version
 
     async def adapter_file(self, ref: AdapterRef) -> Path:

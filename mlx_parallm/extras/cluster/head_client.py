@@ -65,7 +65,9 @@ class HeadClient:
     async def join(self, joining: Joining) -> Joined:
         """Joins, or joins again."""
         body = asdict(joining)
-        response = await self._send("POST", "/v1/cluster/join", json=body, timeout=_CHECKSUMS_S)
+        answer_s = _CHECKSUMS_S if joining.fingerprint is None else _SILENT_S
+        timeout = httpx.Timeout(answer_s, connect=_CONNECT_S)
+        response = await self._send("POST", "/v1/cluster/join", json=body, timeout=timeout)
         joined: Joined = self._read(_JOINED, response)
         return joined
 

@@ -52,11 +52,19 @@ class Versions:
         async with stored():
             try:
                 await self._bucket.create(_staged(version.ref), to_json(version))
-                return
             except KeyWrongLastSequenceError:
-                known, _ = await self._read(_staged(version.ref))
-        if known is None or known.sha256 != version.sha256:
-            raise ConflictError(f"{version.ref} has another content already; publish a new version")
+                await self.check(version.ref, version.sha256)
+
+    async def check(self, ref: AdapterRef, sha256: str) -> None:
+        """Checks that a version may have the archive with this checksum.
+
+        Raises:
+            ConflictError: it is staged with another content.
+        """
+        async with stored():
+            known, _ = await self._read(_staged(ref))
+        if known is not None and known.sha256 != sha256:
+            raise ConflictError(f"{ref} has another content already; publish a new version")
 
     async def live(self, name: str) -> LiveVersion | None:
         """The live version of a name; None if it has none."""

@@ -7,18 +7,20 @@ import pytest
 from extras.cluster.test_archive import GOOD
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import AdapterFileError, EngineError, StorageError
+from mlx_parallm.errors import AdapterFileError, EngineError, StorageError, UnknownModelError
 from mlx_parallm.extras.cluster.cards import SharedVersion, VersionState
 from mlx_parallm.extras.cluster.follower import RegistryFollower
 from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
 
 
 class Adapters:
-    """Those of a node. `done`: what was asked of it. `bad`: numbers of versions that it cannot hold."""
+    """Those of a node. `done`: what was asked of it. `bad`: numbers of versions that it cannot hold. `unloaded`: what
+    somebody has unloaded there."""
 
     def __init__(self):
         self.done = []
         self.bad = set()
+        self.unloaded = set()
         self.lives = {}
 
     def live(self, name):
@@ -28,9 +30,12 @@ class Adapters:
         assert len(list(folder.iterdir())) == 2
         if ref.version in self.bad:
             raise AdapterFileError("it is for another model")
+        self.unloaded.discard(ref)
         self.done.append(f"hold {ref}")
 
     async def flip(self, ref):
+        if ref in self.unloaded:
+            raise UnknownModelError(f"{ref} was unloaded")
         self.lives[ref.name] = ref
         self.done.append(f"flip {ref}")
 
@@ -158,6 +163,19 @@ async def test_what_fails_when_a_version_goes_live_is_tried_again_and_ends_nothi
     await until(lambda: node.adapters.live("math") == AdapterRef("math", 1))
     await node(state(version(2), version(1), version(2)))
     await until(lambda: node.adapters.live("math") == AdapterRef("math", 2))
+
+
+async def test_an_adapter_that_somebody_unloads_on_a_node_comes_back_and_costs_no_other_one(node, monkeypatch):
+    monkeypatch.setattr("mlx_parallm.extras.cluster.follower._TRY_AGAIN_S", 0.2)
+    other = SharedVersion("tone", 1, "a", 10)
+    await node(state(version(1), version(1)))
+    await until(lambda: node.adapters.live("math") == AdapterRef("math", 1))
+    node.adapters.unloaded.add(AdapterRef("math", 1))
+    del node.adapters.lives["math"]
+    await node(VersionState({"math": version(1), "tone": other}, {each.ref: each for each in (version(1), other)}))
+    await until(lambda: node.adapters.live("tone") == other.ref)
+    await until(lambda: node.adapters.live("math") == AdapterRef("math", 1))
+    assert node.follower.unusable == {}
 
 
 async def test_a_head_that_is_starting_again_is_asked_again(node):

@@ -6,18 +6,20 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from extras.cluster.test_archive import GOOD
+from extras.cluster.test_archive import CONFIG as ADAPTER_CONFIG
+from extras.cluster.test_archive import GOOD, WEIGHTS, file, tar
 from extras.cluster.test_follower import Adapters, until
 
 from mlx_parallm import __version__
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import ConflictError, InvalidRequestError, StorageError, UnknownModelError
 from mlx_parallm.extras.cluster.cards import BaseFile, Joining, Member, NodeInfo, NodeRole, SharedBase, SharedVersion
 from mlx_parallm.extras.cluster.head import HeadSettings, head
 from mlx_parallm.extras.cluster.publisher import Publisher
 from mlx_parallm.extras.cluster.versions import Versions
 
 CONFIG = b'{"model_type": "llama"}'
+OTHER = tar(file(ADAPTER_CONFIG), file(WEIGHTS, b"y"))
 SUM = hashlib.sha256(GOOD).hexdigest()
 REF = AdapterRef("math", 3)
 NODE = NodeInfo("replica-1", NodeRole.REPLICA, "http://127.0.0.1:9", ready=True)
@@ -60,10 +62,25 @@ async def test_what_is_uploaded_is_kept_until_a_trainer_with_an_older_lease_send
     assert await node.fetch(version) == GOOD
     with pytest.raises(UnknownModelError):
         await node.adapter_file(AdapterRef("math", 4))
+    with pytest.raises(ConflictError, match="another content"):
+        await node.put_adapter(REF, OTHER, hashlib.sha256(OTHER).hexdigest(), fence=5)
+    assert await node.fetch(version) == GOOD
     await node._versions.go_live(version, None)
     await until(lambda: "math" in node.follower.state.live)
     with pytest.raises(ConflictError, match="lost its lease"):
         await node.put_adapter(AdapterRef("math", 4), GOOD, SUM, fence=4)
+
+
+async def test_an_upload_that_failed_before_its_end_does_not_take_the_number_of_its_version(node, monkeypatch):
+    async def fails(version):
+        raise StorageError("NATS stands still")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node._versions, "stage", fails)
+        with pytest.raises(StorageError):
+            await node.put_adapter(REF, OTHER, hashlib.sha256(OTHER).hexdigest(), fence=5)
+    version = await node.put_adapter(REF, GOOD, SUM, fence=6)
+    assert await node.fetch(version) == GOOD
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -115,9 +115,9 @@ async def joined_trainer(config: Config, served: Served) -> AsyncIterator[Traine
     assert config.cluster.connect_to is not None
     assert served.run is not None  # what trains has a run
     _, fingerprint = await _source(config)
-    name, run = config.adapters.default_adapter, str(served.run.path.absolute())
+    name = config.adapters.default_adapter
     try:
-        async with trainer(config.cluster.connect_to, _token(config), fingerprint, name, run) as node:
+        async with trainer(config.cluster.connect_to, _token(config), fingerprint, name, served.run.id) as node:
             yield node
     except HeadUnreachableError as error:
         raise ConfigError(f"cluster.connect_to: {error}") from error
