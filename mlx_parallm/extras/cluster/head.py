@@ -16,6 +16,7 @@ from mlx_parallm import __version__, atomic
 from mlx_parallm.adapters.checkpoints import file_sum
 from mlx_parallm.core.adapters import AdapterRef, check_name
 from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.extras.cluster.addresses import in_url
 from mlx_parallm.extras.cluster.archive import check, digest
 from mlx_parallm.extras.cluster.cards import BaseFile, Joined, Joining, NodeRole, SharedBase, SharedVersion
 from mlx_parallm.extras.cluster.connection import Connection, NatsAddress, connect
@@ -172,7 +173,7 @@ class Head(Node):
         if self._settings.nats_url is not None:
             return self._settings.nats_url
         host = self._settings.advertised or reached_at
-        return f"nats://{f'[{host}]' if ':' in host else host}:{self._nats.url.rpartition(':')[2]}"
+        return f"nats://{in_url(host)}:{self._nats.url.rpartition(':')[2]}"
 
     async def base_file(self, name: str) -> Path:
         """See `Node.base_file`."""
@@ -228,4 +229,4 @@ async def _own_nats(settings: HeadSettings, stack: AsyncExitStack) -> NatsServer
 def _address(settings: HeadSettings, own: NatsServer | None) -> NatsAddress:
     if own is None:
         return NatsAddress(settings.nats_url or "")
-    return NatsAddress(f"nats://127.0.0.1:{own.listening.port}", own.listening.token)
+    return NatsAddress(own.url, own.listening.token)

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from mlx_parallm import atomic
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras.cluster.addresses import EVERY_INTERFACE, in_url
 from mlx_parallm.optional_packages import CLUSTER
 from mlx_parallm.processes import command, end_with_parent, environment, stdin_until_exit
 
@@ -57,12 +58,14 @@ class NatsServer:
     """A running NATS server. It is started again, on the same port, whenever it ends by itself.
 
     Attributes:
+        host: where programs on this machine reach it.
         restarts: how often that was.
-        ready_at: since when it has listened, on the monotonic clock; infinite while it starts.
+        ready_at: since when it has listened, on the monotonic clock, or should have; infinite while it starts.
     """
 
-    def __init__(self, listening: Listening, config: Path, program: Path) -> None:
+    def __init__(self, listening: Listening, host: str, config: Path, program: Path) -> None:
         self.listening = listening
+        self.host = EVERY_INTERFACE.get(host, ("", host))[1]
         self.restarts = 0
         self.ready_at = math.inf
         self._config = config
@@ -83,11 +86,17 @@ class NatsServer:
             start_new_session=True,
         )
         deadline = time.monotonic() + _START_S
-        while not await _answers(self.listening.port):
+        while not await _answers(self.host, self.listening.port):
             if self.process.returncode is not None or time.monotonic() > deadline:
+                self.ready_at = time.monotonic()  # it may be soon; `nats_watch` ends it if it is not
                 raise ConfigError(f"the NATS server did not start; its log is {self._config.parent / 'nats.log'}")
             await asyncio.sleep(0.02)
         self.ready_at = time.monotonic()
+
+    @property
+    def url(self) -> str:
+        """Where programs on this machine reach it."""
+        return f"nats://{in_url(self.host)}:{self.listening.port}"
 
     def kill(self) -> None:
         """Ends the process at once. `keep_up` starts it again, with what it has stored."""
@@ -140,7 +149,7 @@ async def nats_server(folder: Path, host: str) -> AsyncIterator[NatsServer]:
     listening = await asyncio.to_thread(_listening, folder, host)
     config = folder / "nats.conf"
     await asyncio.to_thread(atomic.replace_file, config, _config(folder, host, listening).encode(), 0o600)
-    server = NatsServer(listening, config, program)
+    server = NatsServer(listening, host, config, program)
     with stdin_until_exit() as stdin:
         try:
             await server.start(stdin)
@@ -199,7 +208,8 @@ def _free_port(host: str, wanted: int) -> int:
 
 def _bound(host: str, port: int) -> int | None:
     """The port, if this process can listen there."""
-    with suppress(OSError), socket.create_server((host, port)) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with suppress(OSError), socket.create_server((host, port), family=family) as probe:
         return int(probe.getsockname()[1])
     return None
 
@@ -207,7 +217,7 @@ def _bound(host: str, port: int) -> int | None:
 def _config(folder: Path, host: str, listening: Listening) -> str:
     """In NATS's own notation: https://docs.nats.io/running-a-nats-service/configuration."""
     settings = {
-        "listen": f"{host}:{listening.port}",
+        "listen": f"{in_url(host)}:{listening.port}",
         "authorization": {"token": listening.token},
         "jetstream": {
             "store_dir": str(folder.absolute() / "jetstream"),
@@ -221,10 +231,10 @@ def _config(folder: Path, host: str, listening: Listening) -> str:
     return json.dumps(settings, indent=2)  # which NATS reads too
 
 
-async def _answers(port: int) -> bool:
+async def _answers(host: str, port: int) -> bool:
     """Whether the server greets. While it starts, it may take a connection and end it without a word."""
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection(host, port)
         try:
             async with asyncio.timeout(2):
                 return (await reader.readline()).startswith(b"INFO")

@@ -55,6 +55,7 @@ class Node(ABC):
         self._connection: Connection | None = None
         self._members: Members | None = None
         self._lease: Lease | None = None
+        self._where: Callable[[], str] = lambda: ""
         self._serving = asyncio.Event()
         self._waiting: Mapping[str, int] = {}
 
@@ -63,13 +64,18 @@ class Node(ABC):
         """Whether this node is the head, which sends requests to others."""
         return self.role is NodeRole.HEAD
 
-    def serve(self, url: str, report: Callable[[], NodeReport]) -> None:
-        """Says that the HTTP server listens, at `url`. From now on the others see this node."""
-        self.url = url
-        if self.role is not NodeRole.HEAD:
-            self.id = id_of(self.role, url)
-        self._report = report
+    def serve(self, where: Callable[[], str], report: Callable[[], NodeReport]) -> None:
+        """Says that the HTTP server listens. From now on the others see this node, at the URL that `where` returns."""
+        self._where, self._report = where, report
+        self.locate()
         self._serving.set()
+
+    def locate(self) -> None:
+        """Finds out where the others reach this node, which may be in another network than before. Raises ConfigError:
+        it is in none."""
+        self.url = self._where()
+        if self.role is not NodeRole.HEAD:
+            self.id = id_of(self.role, self.url)
 
     def describe(self) -> NodeInfo:
         """What this node says of itself now."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,9 +22,6 @@ from mlx_parallm.extras.cluster.node import Node, running
 REJOIN_S = 3.0
 """How long NATS may be unreachable before the head is asked where it is now."""
 _AGAIN_S, _REFUSED_S = 0.5, 10.0
-
-EVERY_INTERFACE = {"0.0.0.0": ("192.0.2.1", "127.0.0.1"), "::": ("2001:db8::1", "::1")}
-"""An address that means every interface → one that no machine has (RFC 5737, RFC 3849), and this machine's own."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +48,7 @@ class Replica(Node):
         await self._serving.wait()
         while True:
             try:
+                self.locate()
                 joined = await self._client.join(Joining(self.role, self.url, self._fingerprint, __version__))
                 async with (
                     connect(NatsAddress(joined.nats_url, joined.nats_token), self.id) as connection,
@@ -92,35 +89,6 @@ async def fetch_base(address: str, token: str, joined: Joined, folder: Path) -> 
     """Fetches the files of the cluster's base model into `folder`; those that are there already stay."""
     async with HeadClient(address, token) as client:
         await client.fetch_base(joined.base.files, folder)
-
-
-def own_address(head: str) -> str:
-    """The address of this machine from which it reaches the head at HOST:PORT.
-
-    Raises:
-        ConfigError: the head's name is not known.
-    """
-    host, _, port = head.rpartition(":")
-    try:
-        return _address_towards(host.strip("[]"), int(port))
-    except OSError as error:
-        raise ConfigError(f"cluster.connect_to: {head} cannot be reached: {error.strerror or error}") from error
-
-
-def outward_address(every_interface: str) -> str:
-    """The address of this machine in its network, at which a server that listens on every interface is reached."""
-    outside, loopback = EVERY_INTERFACE[every_interface]
-    try:
-        return _address_towards(outside, 9)
-    except OSError:  # there is no network
-        return loopback
-
-
-def _address_towards(host: str, port: int) -> str:
-    family, kind, _, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(found)  # a datagram socket sends nothing
-        return str(probe.getsockname()[0])
 
 
 async def _silent(connection: Connection) -> None:

@@ -16,7 +16,7 @@ async def nats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NatsSe
 
 
 def address_of(server: NatsServer) -> NatsAddress:
-    return NatsAddress(f"nats://127.0.0.1:{server.listening.port}", server.listening.token)
+    return NatsAddress(server.url, server.listening.token)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -15,7 +15,10 @@ from mlx_parallm.core.adapters import AdapterRef
 from mlx_parallm.errors import ConflictError, InvalidRequestError, StorageError, UnknownModelError
 from mlx_parallm.extras.cluster.cards import BaseFile, Joining, Member, NodeInfo, NodeRole, SharedBase, SharedVersion
 from mlx_parallm.extras.cluster.head import HeadSettings, head
+from mlx_parallm.extras.cluster.head_client import HeadClient, HeadUnreachableError
+from mlx_parallm.extras.cluster.node import NodeReport, id_of, running
 from mlx_parallm.extras.cluster.publisher import Publisher
+from mlx_parallm.extras.cluster.replica import Replica
 from mlx_parallm.extras.cluster.versions import Versions
 
 CONFIG = b'{"model_type": "llama"}'
@@ -53,6 +56,23 @@ async def test_a_node_gets_the_base_model_unless_it_has_it(node):
         await node.join(joining("f2"), "127.0.0.1")
     with pytest.raises(ConflictError, match="install the same"):
         await node.join(joining("f1", "0.0.1"), "127.0.0.1")
+
+
+async def test_a_replica_that_joins_again_from_another_network_says_where_it_is_now(tmp_path):
+    places, told = iter(["http://10.0.0.5:8000", "http://10.0.0.5:8000", "http://192.168.1.7:8000"]), []
+
+    async def join(joining):
+        told.append(joining.url)
+        raise HeadUnreachableError("the network is another one")
+
+    client = SimpleNamespace(join=join)
+    replica = Replica(client, "f1", "secret", Adapters(), tmp_path)
+    replica.serve(lambda: next(places), lambda: NodeReport(ready=True, outstanding_tokens=0))
+    first = replica.id
+    async with running(replica.run()):
+        await until(lambda: len(told) == 2)
+    assert told == ["http://10.0.0.5:8000", "http://192.168.1.7:8000"]
+    assert replica.id == id_of(NodeRole.REPLICA, told[1]) != first
 
 
 async def test_what_is_uploaded_is_kept_until_a_trainer_with_an_older_lease_sends_more(node):
@@ -98,3 +118,19 @@ async def test_a_version_goes_live_when_the_nodes_hold_it_or_after_some_time(con
         members[0] = Member(replace(NODE, holds=(f"{name}@1",)), 0.0)
     assert (await publishing).version == version
     assert ("missing on replica-1" in caplog.text) is not patient
+
+
+async def test_a_head_that_stands_still_is_asked_again_unless_it_reads_a_base_model(monkeypatch):
+    monkeypatch.setattr("mlx_parallm.extras.cluster.head_client._SILENT_S", 0.1)
+
+    async def silent(reader, writer):
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as standing:
+        async with HeadClient(f"127.0.0.1:{standing.sockets[0].getsockname()[1]}", "secret") as client:
+            with pytest.raises(HeadUnreachableError):
+                await client.join(joining("f1"))
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await client.join(joining())

@@ -1,6 +1,7 @@
 """The NATS server of a head: its state outlives it, and it ends with the head."""
 
 import asyncio
+import math
 import json
 import os
 import shutil
@@ -191,6 +192,34 @@ def fill(file):
     with open(file, "wb", buffering=0) as opened, suppress(OSError):
         while True:
             opened.write(bytes(4096))
+
+
+def can_listen_on(host):
+    with suppress(OSError), socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "0.0.0.0", "::1", "::"])
+async def test_a_server_on_any_address_of_this_machine_is_found(tmp_path, host):
+    if not can_listen_on(host):
+        pytest.skip(f"this machine has no {host}")
+    async with nats_server(tmp_path, host) as server, connect(address_of(server), "test") as connection:
+        assert await Versions(connection).live("math") is None
+
+
+async def test_a_server_that_starts_slowly_is_watched_all_the_same(tmp_path, monkeypatch):
+    async def silent(host, port):
+        return False
+
+    async with nats_server(tmp_path, "127.0.0.1") as server:
+        monkeypatch.setattr("mlx_parallm.extras.cluster.nats_server._answers", silent)
+        monkeypatch.setattr("mlx_parallm.extras.cluster.nats_server._START_S", 0.1)
+        begun = time.monotonic()
+        server.kill()
+        async with asyncio.timeout(10):
+            while not begun < server.ready_at < math.inf:
+                await asyncio.sleep(0.02)
 
 
 async def test_a_head_that_is_started_again_waits_for_the_port_of_the_server_before_it(tmp_path):

@@ -9,7 +9,7 @@ from mlx_parallm.config.sources import Setting
 from mlx_parallm.core.machine import MachineState, Relief
 from mlx_parallm.engine.figures import EngineStats
 from mlx_parallm.errors import ConfigError
-from mlx_parallm.extras.cluster.replica import EVERY_INTERFACE, outward_address
+from mlx_parallm.extras.cluster.addresses import EVERY_INTERFACE, outward_address
 from mlx_parallm.extras.cluster.running import serving as cluster
 from mlx_parallm.extras.cluster.running.serving import begin_serving, prepare
 from mlx_parallm.server.services import Lifecycle
@@ -46,7 +46,7 @@ def test_a_head_with_a_key_or_on_this_machine_starts(tmp_path):
 def test_a_head_tells_the_others_an_address_at_which_they_reach_it(monkeypatch, host, url):
     monkeypatch.setattr(cluster, "outward_address", {"0.0.0.0": "192.168.1.7", "::": "fd00::7"}.get)
     told = []
-    node = SimpleNamespace(serve=lambda url, report: told.append(url))
+    node = SimpleNamespace(serve=lambda where, report: told.append(where()))
     begin_serving(node, configured(**HEAD, **{"server.host": host}), None, 8000)
     assert told == [url]
 

@@ -19,19 +19,13 @@ from mlx_parallm.app.build import Served
 from mlx_parallm.config import Config, is_loopback
 from mlx_parallm.core.machine import Relief
 from mlx_parallm.errors import ConfigError
+from mlx_parallm.extras.cluster.addresses import EVERY_INTERFACE, in_url, outward_address, own_address
 from mlx_parallm.extras.cluster.cards import Joined, SharedBase
 from mlx_parallm.extras.cluster.head import HeadSettings, head
 from mlx_parallm.extras.cluster.head_client import HeadUnreachableError
 from mlx_parallm.extras.cluster.http.parts import join
 from mlx_parallm.extras.cluster.node import Node, NodeReport
-from mlx_parallm.extras.cluster.replica import (
-    EVERY_INTERFACE,
-    ask_head,
-    fetch_base,
-    outward_address,
-    own_address,
-    replica,
-)
+from mlx_parallm.extras.cluster.replica import ask_head, fetch_base, replica
 from mlx_parallm.extras.cluster.running.collection import ClusterCollection
 from mlx_parallm.extras.cluster.state import locked_folder
 from mlx_parallm.extras.cluster.trainer import Trainer, trainer
@@ -136,9 +130,10 @@ def backend_of(node: Node, backend: Backend, default_adapter: str) -> Backend:
 
 def begin_serving(node: Node, config: Config, services: Services, port: int) -> None:
     """Says that the HTTP server listens on `port`."""
-    cluster = config.cluster
-    address = cluster.advertise or f"{_host(config)}:{port}"
-    node.serve(f"{config.server.scheme}://{address}", partial(_report, services))
+    def where() -> str:
+        return f"{config.server.scheme}://{config.cluster.advertise or f'{_host(config)}:{port}'}"
+
+    node.serve(where, partial(_report, services))
 
 
 def _host(config: Config) -> str:
@@ -148,7 +143,7 @@ def _host(config: Config) -> str:
         host = own_address(config.cluster.connect_to)
     elif host in EVERY_INTERFACE:
         host = outward_address(host)
-    return f"[{host}]" if ":" in host else host
+    return in_url(host)
 
 
 def _report(services: Services) -> NodeReport:
