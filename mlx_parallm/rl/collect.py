@@ -353,6 +353,8 @@ class Collector:
 
     def _on_drop(self, trajectories: Sequence[Trajectory], reason: str) -> None:
         self._journal.dropped([trajectory.trajectory_id for trajectory in trajectories], reason)
+        for dropped in self._hooks.dropped:
+            dropped(trajectories)
 
     def _on_group_end(self, group: TrajectoryGroup) -> None:
         if dropped := group.in_state(TrajectoryState.DROPPED):

@@ -72,6 +72,7 @@ class TrainingHooks:
         wants: whether the answers of a version are collected however old it is.
         sampled: the answers to one prompt have come.
         scored: a group has become complete.
+        dropped: these trajectories will not be trained on.
         ended: all members of a group are trained or dropped.
         check_integrity: raises AssertionError.
     """
@@ -86,6 +87,7 @@ class TrainingHooks:
     wants: list[Callable[[AdapterRef], bool]] = field(default_factory=list)
     sampled: list[Callable[[Sequence[Trajectory]], None]] = field(default_factory=list)
     scored: list[Callable[[TrajectoryGroup], None]] = field(default_factory=list)
+    dropped: list[Callable[[Sequence[Trajectory]], None]] = field(default_factory=list)
     ended: list[Callable[[TrajectoryGroup], None]] = field(default_factory=list)
     check_integrity: list[Callable[[], None]] = field(default_factory=list)
 

@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from mlx_parallm.core.adapters import AdapterRef
-from mlx_parallm.errors import AdapterFileError, ConflictError, InvalidRequestError, UnknownModelError
+from mlx_parallm.errors import AdapterFileError, InvalidRequestError, UnknownModelError
 from mlx_parallm.extras.cluster.archive import digest, pack, unpack
 from mlx_parallm.extras.cluster.head import AdapterArchives
 

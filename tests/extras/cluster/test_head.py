@@ -127,10 +127,11 @@ async def test_a_head_that_stands_still_is_asked_again_unless_it_reads_a_base_mo
         await reader.read()
         writer.close()
 
-    async with await asyncio.start_server(silent, "127.0.0.1", 0) as standing:
-        async with HeadClient(f"127.0.0.1:{standing.sockets[0].getsockname()[1]}", "secret") as client:
-            with pytest.raises(HeadUnreachableError):
-                await client.join(joining("f1"))
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.3):
-                    await client.join(joining())
+    standing = await asyncio.start_server(silent, "127.0.0.1", 0)
+    address = f"127.0.0.1:{standing.sockets[0].getsockname()[1]}"
+    async with standing, HeadClient(address, "secret") as client:
+        with pytest.raises(HeadUnreachableError):
+            await client.join(joining("f1"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await client.join(joining())

@@ -109,6 +109,17 @@ async def test_what_is_dropped_is_acknowledged_without_a_checkpoint(trainer):
     assert (dropped.acknowledged, waits.acknowledged) == (1, 0)
 
 
+async def test_a_turn_that_is_asked_again_leaves_no_message_behind(trainer):
+    messages = []
+    for name in "ab":
+        collection = CollectionSpec(None, group_id="game", group_size=2, episode_id="first", turn=0)
+        turn = replace(trajectory(name, 0), group_id="game", collection=collection)
+        messages.append(Message(to_message(Arrival((turn,)))))
+    await trainer.take(*messages)
+    await trainer.intake.acknowledge()
+    assert [message.acknowledged for message in messages] == [1, 0]
+
+
 async def test_groups_of_two_keys_may_have_one_name(trainer):
     messages = []
     for owner in (None, "kim"):

@@ -1,8 +1,8 @@
 """The NATS server of a head: its state outlives it, and it ends with the head."""
 
 import asyncio
-import math
 import json
+import math
 import os
 import shutil
 import signal

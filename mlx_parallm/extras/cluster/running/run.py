@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 from mlx_parallm.app.training_run import Filled, TrainingRun
@@ -60,6 +61,7 @@ class ClusterIntake:
         self._of_trajectory: dict[str, _HeldDelivery] = {}
         self._done: list[Delivery] = []  # to be acknowledged
         self._told = False  # that some answers wait for feedback
+        service.hooks.dropped.append(partial(self._settle, trained=False))
         service.hooks.ended.append(self._on_end)
         service.add_sink(self._on_event)
 
@@ -150,13 +152,17 @@ class ClusterIntake:
     # -- what has ended --------------------------------------------------------------------------
 
     def _on_end(self, group: TrajectoryGroup) -> None:
-        for member in group.members:
-            for turn in member.turns:
-                if (held := self._of_trajectory.pop(turn.trajectory_id, None)) is not None:
-                    held.waiting.discard(turn.trajectory_id)
-                    held.trained |= member.state is TrajectoryState.TRAINED
-                    if not held.waiting and not held.trained:
-                        self._let_go(held)
+        for member in group.in_state(TrajectoryState.TRAINED):
+            self._settle(member.turns, trained=True)
+
+    def _settle(self, turns: Sequence[Trajectory], trained: bool) -> None:
+        """These are trained or dropped. A message of which none is trained is acknowledged now."""
+        for turn in turns:
+            if (held := self._of_trajectory.pop(turn.trajectory_id, None)) is not None:
+                held.waiting.discard(turn.trajectory_id)
+                held.trained |= trained
+                if not held.waiting and not held.trained:
+                    self._let_go(held)
 
     def _on_event(self, event: TrainingEvent) -> None:
         """A checkpoint has all updates that were made before it, because none is made while it is written."""

@@ -130,6 +130,7 @@ def backend_of(node: Node, backend: Backend, default_adapter: str) -> Backend:
 
 def begin_serving(node: Node, config: Config, services: Services, port: int) -> None:
     """Says that the HTTP server listens on `port`."""
+
     def where() -> str:
         return f"{config.server.scheme}://{config.cluster.advertise or f'{_host(config)}:{port}'}"
 
