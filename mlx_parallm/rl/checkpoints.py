@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -118,7 +118,7 @@ class PolicyCheckpoints:
 
 @dataclass(frozen=True, slots=True)
 class TrainedVersion:
-    """A version, its policy, and metrics for its checkpoint.
+    """A version, its policy, and the metrics of its checkpoint.
 
     `policy` None: a new policy if `ref` is BASE_ADAPTER; otherwise the policy is in the version's checkpoint.
     """
@@ -229,9 +229,10 @@ class AdapterCheckpoints:
         return TrainedVersion(*await self._checkpoints.load(self._name, which))
 
     async def load_best(self) -> TrainedVersion | None:
-        """Loads the checkpoint tagged `best`. Returns None if there is none that can be used."""
+        """Loads the checkpoint tagged `best`, and its metrics. Returns None if there is none that can be used."""
+        card = next((card for card in reversed(self.cards()) if BEST in card.tags), None)
         try:
-            return await self.load(BEST)
+            return None if card is None else replace(await self.load(BEST), metrics=card.metrics)
         except (UnknownModelError, AdapterFileError):
             return None
 

@@ -239,6 +239,12 @@ class EvaluationHistory:
         """Call this after an evaluation at this step has failed. The next one is due `every` updates later."""
         self._counted_from = step
 
+    def restore_best(self, metrics: Mapping[str, float]) -> None:
+        """Makes the best mean at least the one in the metrics of the best version's checkpoint. A rollback keeps that
+        version the best one, so the checkpoint that training starts from may be older than it."""
+        if self._evaluator is not None and metrics.get(_KEY) == self._evaluator.key and _BEST in metrics:
+            self._best = max(metrics[_BEST], metrics[_BEST] if self._best is None else self._best)
+
     def forget_best(self) -> None:
         """Forgets the best mean, so that the next evaluation is the best one."""
         self._best = None

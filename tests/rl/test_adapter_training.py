@@ -136,6 +136,21 @@ async def test_the_best_evaluation_outlives_a_restart_and_is_what_a_rollback_res
     rig.check()
 
 
+async def test_after_a_rollback_and_a_restart_a_worse_version_is_not_the_best_one() -> None:
+    rig = await evaluated(0.1, 0.6, 0.9, 0.5, 0.7, 0.95, every=1)
+    await rig.updated(1.0, 0.0, tag="first")
+    for _ in range(2):
+        await rig.updated(1.0, 0.0)
+        await rig.loop.save(None, [], {})
+    await rig.loop.roll_back("first")
+    rig.restart()
+    await rig.loop.open()
+    for mean, best in ((0.7, ref(2)), (0.95, ref(5))):
+        assert (await rig.updated(1.0, 0.0)).metrics["eval_mean"] == mean
+        assert rig.loop.status().best == best
+    rig.check()
+
+
 @pytest.mark.parametrize(
     "error", [AdapterUnavailableError("no slot"), UnknownModelError("unloaded"), RuntimeError("a bug")]
 )

@@ -159,6 +159,8 @@ class AdapterTraining:
             if best is None:  # its checkpoint is gone
                 self.rewards.trend.forget_best()
                 self.evaluations.forget_best()
+            else:
+                self.evaluations.restore_best(best.metrics)
             found = TrainedVersion(best.ref) if best else TrainedVersion(self.versions.latest, start, self._histories())
             self.checkpoints.set_best(found)
         elif live is None and not self._serves_base:
