@@ -69,6 +69,13 @@ def test_what_started_from_something_that_is_gone_is_lost_and_counted() -> None:
     assert plan(changes(Start(), update(1), Rollback(), update(2)), StartPoint("main@1", "checkpoint-1", 2)).lost == 1
 
 
+def test_a_rollback_is_not_made_again_over_a_version_that_was_loaded_since() -> None:
+    made = changes(Start(), update(1), update(2), Rollback("checkpoint-1", ("base@0", "main@1")), update(5))
+    found = plan(made, StartPoint("main@9"))
+    assert (found.roll_back_to, found.updates, found.lost, found.is_new, found.last) == ("", (), 3, True, 5)
+    assert plan(made, StartPoint("main@5")).roll_back_to == "checkpoint-1", "its own version, whose checkpoint is gone"
+
+
 # ---- a service that crashes ----------------------------------------------------------------------
 
 
@@ -244,6 +251,24 @@ async def test_after_a_crash_updates_are_compared_with_those_before_it(
         one.learner.metrics = {**watched(0.01), "reward_mean": 0.1}
         (found,) = (await one.service.update(given=GIVEN)).divergences
         assert found.signal == "entropy"
+
+
+async def test_after_a_crash_updates_are_not_compared_with_those_that_a_rollback_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart begins with a later checkpoint than the one of the rollback."""
+    monkeypatch.setattr(Adding, "first_metrics", watched(2.0))
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        await one.service.update(given=GIVEN, checkpoint_name="first")
+        for _ in range(4):
+            await one.service.update(given=GIVEN)
+        await one.service.save(None, None, [], {})
+        await one.service.rollback(to="first")
+    async with run.process() as one:
+        assert one.service.status().current == AdapterRef("main", 1)
+        one.learner.metrics = {**watched(0.01), "reward_mean": 0.1}
+        assert (await one.service.update(given=GIVEN)).divergences == ()
 
 
 @pytest.mark.parametrize("reward_is_another", [False, True])

@@ -69,23 +69,25 @@ def plan(changes: Sequence[PolicyChange], start: StartPoint) -> Replay:
     updates = tuple(later if at is None else later[at + 1 :])
     from_start = origin is None and later[0].number == (start.number or 0) + 1  # otherwise some of them were removed
     is_whole = (from_start or origin is not None) and not any(_is_reduced(change) for change in updates)
-    if not is_whole or not _can_begin(origin, start):
+    if not is_whole or not _can_begin(origin, start, changes):
         lost = sum(isinstance(change.body, Update) and change.body.changed_policy for change in later)
         return Replay(last, lost=lost, is_new=True)
     to = origin.checkpoint if isinstance(origin, Rollback) and origin.checkpoint != start.checkpoint else ""
-    before = done if at is None or to else changes[: len(done) + at + 1]
+    before = done if at is None else changes[: len(done) + at + 1]
     baselines = origin.baselines if isinstance(origin, Rollback) else None
     lineage, recent = _lineage(before), _recent(before)
     return Replay(last, to, updates, lineage=lineage, recent=recent, baselines=baselines)
 
 
-def _can_begin(origin: Start | Rollback | Update | None, start: StartPoint) -> bool:
-    """Whether what the updates started from is here. `origin` None: they continue from the checkpoint."""
+def _can_begin(origin: Start | Rollback | Update | None, start: StartPoint, changes: Sequence[PolicyChange]) -> bool:
+    """Whether what the updates started from is here. `origin` None: they continue from the checkpoint. A rollback is
+    not made again if the live version was loaded since: nobody has asked to replace that one."""
     match origin:
         case Start(base):
             return base == start.live
         case Rollback(checkpoint):
-            return bool(checkpoint)
+            is_of_these = bool(start.checkpoint) or any(start.live in _versions(change) for change in changes)
+            return bool(checkpoint) and is_of_these
         case _:
             return start.number is not None
 
@@ -98,14 +100,23 @@ def _lineage(changes: Sequence[PolicyChange]) -> tuple[str, ...]:
     """The versions that training has continued from after these changes."""
     versions: list[str] = []
     for change in changes:
-        match change.body:
-            case Start(base):
-                versions = [base]
-            case Rollback(lineage=lineage):
-                versions = [*lineage]
-            case Update(version=int(number)):
-                versions.append(f"{change.adapter}@{number}")
+        if not isinstance(change.body, Update):
+            versions.clear()
+        versions += _versions(change)
     return tuple(versions)
+
+
+def _versions(change: PolicyChange) -> tuple[str, ...]:
+    """The versions that a change names. An update adds them to those before it; any other change replaces those."""
+    match change.body:
+        case Start(base):
+            return (base,)
+        case Rollback(lineage=lineage):
+            return lineage
+        case Update(version=int(number)):
+            return (f"{change.adapter}@{number}",)
+        case _:
+            return ()
 
 
 def _recent(changes: Sequence[PolicyChange]) -> tuple[Mapping[str, float], ...]:

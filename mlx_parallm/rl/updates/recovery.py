@@ -30,7 +30,7 @@ from mlx_parallm.rl.runs.records import (
     Update,
     settings_to_json,
 )
-from mlx_parallm.rl.runs.replay import plan
+from mlx_parallm.rl.runs.replay import Replay, plan
 from mlx_parallm.rl.runs.store import Statements
 from mlx_parallm.rl.shares import limited
 from mlx_parallm.rl.status import UpdateReport
@@ -195,11 +195,11 @@ class PolicyJournal:
         changes = await self._journal.read(lambda file: file.changes_since(training.name, training.start.number or 0))
         recovery = plan(changes or (), training.start)
         training.progress = await self._journal.read(lambda file: file.progress(training.name)) or {}
-        training.versions.continue_from([ref_of(version) for version in recovery.lineage])
         if training.start.live not in recovery.lineage:
             self._note_version(changes or ())
         if not await self._rolled_back_to(recovery.roll_back_to):
-            recovery = replace(recovery, updates=(), lost=len(recovery.updates), is_new=True, recent=())
+            recovery = Replay(recovery.last, lost=len(recovery.updates), is_new=True)
+        training.versions.continue_from([ref_of(version) for version in recovery.lineage])
         if recovery.baselines is not None:
             training.rewards.restart()  # as the rollback did; the checkpoint may be older than it
             training.rewards.restore_baselines(recovery.baselines)
