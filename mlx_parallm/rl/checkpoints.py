@@ -271,6 +271,12 @@ class AdapterCheckpoints:
             raise ConflictError(f"{live} was not trained here, so it cannot be trained further; use another name.")
         return await self._policy_of(live)
 
+    @property
+    def next_step(self) -> int:
+        """A step that no checkpoint has. A version that has the policy of an earlier one, which is saved at its step,
+        gets a checkpoint of its own there."""
+        return 1 + max((card.step for card in self.cards()), default=0)
+
     # -- saving ----------------------------------------------------------------------------------
 
     def cards(self) -> tuple[CheckpointCard, ...]:

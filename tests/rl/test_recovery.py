@@ -632,6 +632,32 @@ class FirstUpdateIsBest:
         return EvaluationResult(version, step, mean, mean - 0.1, mean + 0.1, 8, 0, 5.0)
 
 
+class BaseIsBest(FirstUpdateIsBest):
+    async def evaluate(self, version: AdapterRef, step: int) -> EvaluationResult:
+        return await super().evaluate(version, step + 1)
+
+
+async def test_a_rollback_to_the_base_model_outlives_a_crash_although_that_was_saved_before(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite", changed(MANUAL, every=1))
+    run.evaluator = BaseIsBest()
+    async with run.process() as one:
+        await one.service.save(None, None, ["start"], {})
+        for _ in range(2):
+            await one.service.update(given=GIVEN)
+        await one.service.save(None, None, [], {})
+        await one.service.rollback()
+        assert one.learner.policies["main"] == (0.0, 0)
+        await one.service.update(given=GIVEN)
+        found = one.service.status().current, one.learner.policies["main"]
+    async with run.process() as one:
+        assert (one.service.status().current, one.learner.policies["main"]) == found
+        saved = {card.name for card, _ in one.publisher.saved}
+        for _ in range(2):
+            await one.service.rollback()
+            assert one.learner.policies["main"] == (0.0, 0)
+        assert {card.name for card, _ in one.publisher.saved} == saved, "it is saved already"
+
+
 @pytest.mark.parametrize("floor", [None, 0.5])
 @pytest.mark.parametrize("crashes_before", [False, True])
 async def test_a_crash_between_the_checkpoints_of_the_best_and_the_last_version_repeats_no_update(

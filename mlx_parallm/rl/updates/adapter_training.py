@@ -396,8 +396,7 @@ class AdapterTraining:
             metrics = {**({} if result is None else result.metrics), **self._histories()}
             card = await self.checkpoints.save(ref, policy, metrics)
             if card.adapter != ref:  # an earlier version has the same policy, and its checkpoint other metrics
-                step_there = 1 + max(each.step for each in self.checkpoints.cards())
-                card = await self.checkpoints.save(ref, policy, metrics, step=step_there)
+                card = await self.checkpoints.save(ref, policy, metrics, step=self.checkpoints.next_step)
             await commit(card)
         except BaseException:  # a cancelled caller too
             self.rewards = earlier
@@ -554,6 +553,8 @@ class AdapterTraining:
             self.checkpoints.unsaved.add()
             with suppress(Exception):  # `save` has logged it, and the next checkpoint saves the best version again
                 await self.save()
+                if self.checkpoints.newest_of(ref) is None:  # an earlier version has the same policy
+                    await self.save(self.checkpoints.next_step)
         else:
             self.checkpoints.unsaved.clear()
         if card := self.checkpoints.newest_of(ref):
