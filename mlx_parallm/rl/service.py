@@ -134,15 +134,16 @@ class TrainingService:
                 _log.info("%s is in training again, as before the restart", name)
 
     async def stop(self, adapter: str | None = None, *, reader: Reader = EVERYTHING) -> TrainingStatus:
-        """Ends the training of an adapter, after the running update. What was learnt is saved, and its live version
-        stays; trajectories that wait for it are dropped.
+        """Ends the training of an adapter, after the running update. What was learnt is saved. The live version stays,
+        unless there are updates that were not published: a version of them goes live. Trajectories that wait for it are
+        dropped.
 
         Returns:
             The last status, with the state "stopped".
 
         Raises:
             ConflictError: it is the default adapter, or two of its versions are being compared.
-            StorageError: it could not be saved, and is still in training.
+            Exception: it could not be saved, and is still in training.
         """
         name = self.loop(adapter, reader).name
         if name == self.default_adapter:

@@ -171,6 +171,20 @@ async def test_closing_saves_what_no_checkpoint_has_and_nothing_twice() -> None:
     assert len(rig.saves) == count
 
 
+@pytest.mark.parametrize("is_saved", [False, True])
+async def test_what_closing_saves_is_live_so_that_the_next_start_continues_from_it(is_saved: bool) -> None:
+    rig = await opened()
+    await rig.updated(1.0, 0.0)
+    await rig.updated(1.0, 0.0, publish=False)
+    if is_saved:
+        await rig.loop.save(None, [], {})
+    await rig.loop.close()
+    rig.restart()
+    await rig.loop.open()
+    assert (rig.learner.policies[NAME], rig.loop.status().step) == ((2.0, 2), 2)
+    rig.check()
+
+
 async def test_closing_on_a_full_disk_is_an_error() -> None:
     rig = await opened()
     await rig.updated(1.0, 0.0)

@@ -460,8 +460,12 @@ class AdapterTraining:
             return None
 
     async def close(self) -> None:
-        """Saves updates that no checkpoint has. Raises what `save` raises."""
-        if self.checkpoints.unsaved.lost:
+        """Saves updates that no checkpoint has. If some are in no published version, a version of them goes live before
+        that, because the next `open` continues from the live version. Raises what `publish_again` and `save` raise."""
+        if self.unpublished:
+            await self.publish_again()
+            await self._save_latest()
+        elif self.checkpoints.unsaved.lost:
             await self.save()
         if card := self.checkpoints.newest_of(self.live):
             _log.info("%s is saved in %s", card.adapter, card.path)
@@ -492,6 +496,12 @@ class AdapterTraining:
             return card
         finally:
             self._discard_announced()
+
+    async def _save_latest(self) -> None:
+        """Saves the latest version in a checkpoint of its own, even if an earlier version has the same policy."""
+        await self.save()
+        if self.checkpoints.newest_of(self.versions.latest) is None:
+            await self.save(self.checkpoints.next_step)
 
     def _covered(self, saved: CheckpointCard) -> int:
         """The last change that every checkpoint has from which training may resume: those without a tag, which go when
@@ -542,7 +552,7 @@ class AdapterTraining:
             ref = await self._stage()
             await self._adapters.flip(ref)
             self.versions.append(ref)
-            self._undo = None
+            self._undo, self.unpublished = None, False
         return ref
 
     async def _resume_from(self, ref: AdapterRef, best: bool) -> None:
@@ -552,9 +562,7 @@ class AdapterTraining:
             self.checkpoints.set_best(TrainedVersion(ref, await self._policy(), self._histories()))
             self.checkpoints.unsaved.add()
             with suppress(Exception):  # `save` has logged it, and the next checkpoint saves the best version again
-                await self.save()
-                if self.checkpoints.newest_of(ref) is None:  # an earlier version has the same policy
-                    await self.save(self.checkpoints.next_step)
+                await self._save_latest()
         else:
             self.checkpoints.unsaved.clear()
         if card := self.checkpoints.newest_of(ref):

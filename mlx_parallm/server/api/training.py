@@ -242,8 +242,8 @@ async def start(body: Control, services: ServicesDep, training: TrainingDep) -> 
 )
 async def stop(body: Control, services: ServicesDep, training: TrainingDep) -> TrainingObject:
     """Ends the training of an adapter, and its lesson, after the update that is being made. What it has learnt is
-    saved, and its live version stays live; trajectories that wait are dropped. The default adapter is in training as
-    long as the server trains (409)."""
+    saved, and stays live or, if it was not published, goes live; trajectories that wait are dropped. The default
+    adapter is in training as long as the server trains (409)."""
     return await _control(body, services, partial(stop_teaching, services, training))
 
 
