@@ -169,6 +169,20 @@ async def test_what_waited_waits_again_with_its_rewards(tmp_path: Path) -> None:
         assert one.service.status().current == AdapterRef("main", 1)
 
 
+async def test_what_the_first_version_has_answered_waits_again_after_a_later_one_was_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        await one.service.start("tone")
+        ids = await one.request(AdapterRef("tone", 1), scorer=None)
+        await one.service.update("tone", given=GIVEN)
+        for adapter in ("main", "tone"):
+            await one.service.save(adapter, None, (), {})
+    async with run.process() as one:
+        one.publisher.restored(AdapterRef("tone", 2), run.saved[-1][1])
+        await one.service.start("tone")
+        assert one.states() == dict.fromkeys(ids, "waiting")
+
+
 @pytest.mark.parametrize("of_hook", [False, True])
 async def test_a_start_that_fails_is_as_none_and_the_next_one_has_all_that_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_hook: bool
@@ -353,6 +367,7 @@ STEPS = st.lists(
 @example(["draft", "crash", "draft", "crash", "request", "crash"], 0)
 @example(["draft", "crash", "draft", "crash", "request", "crash"], 1000)
 @example(["request", "update", "save", "rollback", "crash"], 1000)
+@example(["save", "crash", "people", "given", "save", "crash"], 1000)
 @settings(max_examples=50, deadline=None)
 def test_any_history_with_crashes_ends_as_the_same_history_without(
     tmp_path_factory, steps: list[str], keep: int
@@ -472,7 +487,7 @@ async def did(one: World, step: str, run: Run) -> None:
             one.learner.metrics = {"loss": 0.5, "kl_step": 1.0}
             await one.service.update()
             one.learner.metrics = {"loss": 0.5}
-        case "save" if live != BASE_ADAPTER:
+        case "save":
             await one.service.save(None, None, [] if has_first(one) else ["first"], {})
         case "rollback" if has_first(one):
             await one.service.rollback(to="first")

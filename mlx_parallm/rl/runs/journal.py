@@ -111,7 +111,7 @@ class Journal:
         await self._write(partial(changed, change, dropped), kept=True)
 
     def started(self, change: PolicyChange) -> None:
-        """Where training has started; or an earlier update, whose version a start has made live. It is written before
+        """Where training has started; or an earlier change, whose version a start has made live. It is written before
         a later change is."""
         self._submit(partial(changed, change), kept=True)
 

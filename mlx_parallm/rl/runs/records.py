@@ -133,9 +133,11 @@ class TrainedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Training started from the live version `base`, or from a new policy if it is empty."""
+    """Training started from the live version `base`, or from a new policy if it is empty. `made`: the version that
+    equals this policy and was made live, by this start or by a later one from a checkpoint; empty if there is none."""
 
     base: str = ""
+    made: str = ""
 
 
 @dataclass(frozen=True, slots=True)

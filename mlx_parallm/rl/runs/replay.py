@@ -109,8 +109,8 @@ def _lineage(changes: Sequence[PolicyChange]) -> tuple[str, ...]:
 def _versions(change: PolicyChange) -> tuple[str, ...]:
     """The versions that a change names. An update adds them to those before it; any other change replaces those."""
     match change.body:
-        case Start(base):
-            return (base,)
+        case Start(base, made):
+            return (base, made) if made else (base,)
         case Rollback(lineage=lineage):
             return lineage
         case Update(version=int(number)):

@@ -187,7 +187,7 @@ class PolicyJournal:
             await self._recover()
         else:  # training has started again from another version
             self._training.change = self._last
-            self._start = self._numbered(Start(self._training.start.live))
+            self._start = self._numbered(self._started())
 
     async def _recover(self) -> None:
         """Brings the policy from its last checkpoint to where it was when the process ended, and saves it."""
@@ -216,17 +216,27 @@ class PolicyJournal:
         training.number_versions_from(newest + 1)
         self._last = training.change = recovery.last
         if recovery.is_new:
-            self._start = self._numbered(Start(training.start.live))
+            self._start = self._numbered(self._started())
         elif made:  # otherwise a checkpoint would have nothing new
             await training.save_if_due(now=True)
 
+    def _started(self) -> Start:
+        """Where training has started, and the first version if this start has made one."""
+        base, live = self._training.start.live, self._training.live
+        return Start(base, "" if live is None or base else str(live))
+
     def _note_version(self, changes: Sequence[PolicyChange]) -> None:
-        """Notes in the journal that the last change in the checkpoint has the live version, if no update has published
-        one of it: this start has made it live, and later ones continue from it."""
+        """Notes in the journal that the last change in the checkpoint has the live version, if it has none: this start
+        has made it live, and later ones continue from it."""
         live, number = self._training.live, self._training.start.number
         change = next((each for each in changes if each.number == number), None)
-        if live is not None and change is not None and isinstance(change.body, Update) and change.body.version is None:
-            self._journal.started(replace(change, body=replace(change.body, version=live.version)))
+        if live is None or change is None:
+            return
+        match change.body:
+            case Update(version=None) as body:
+                self._journal.started(replace(change, body=replace(body, version=live.version)))
+            case Start(made="") as body:
+                self._journal.started(replace(change, body=replace(body, made=str(live))))
 
     async def _rolled_back_to(self, checkpoint: str) -> bool:
         """Restores a checkpoint, unless the name is empty. Returns whether it could be."""
