@@ -647,6 +647,21 @@ class FirstUpdateIsBest:
         return EvaluationResult(version, step, mean, mean - 0.1, mean + 0.1, 8, 0, 5.0)
 
 
+async def test_a_version_that_a_run_has_marked_as_the_best_one_is_still_that_after_a_crash(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite")
+    async with run.process() as one:
+        await one.service.loop().mark_best()
+        await one.service.update(given=GIVEN)
+        await one.service.loop().mark_best()
+        best = one.learner.policies["main"]
+        await one.service.update(given=GIVEN)
+    async with run.process() as one:
+        assert one.service.status().current == AdapterRef("main", 2)
+        assert one.service.status().best == AdapterRef("main", 1)
+        await one.service.rollback()
+        assert one.learner.policies["main"] == best
+
+
 class BaseIsBest(FirstUpdateIsBest):
     async def evaluate(self, version: AdapterRef, step: int) -> EvaluationResult:
         return await super().evaluate(version, step + 1)

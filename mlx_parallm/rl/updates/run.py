@@ -431,9 +431,13 @@ class AdapterRun:
         return replace(report, checkpoint=card.name)
 
     async def mark_best(self) -> None:
-        """See `AdapterTraining.set_best_to_latest`."""
+        """See `AdapterTraining.set_best_to_latest`. The version is saved at once, because the progress of the next
+        update names it, and outlives a crash. The base model needs no checkpoint."""
         async with self._lock:
+            self._changes.begin()
             await self.training.set_best_to_latest()
+            if self.training.versions.latest != BASE_ADAPTER:
+                await self.training.save_if_due(now=True)
 
     async def begin_lesson(self, pace: Pace, tag: str) -> CheckpointCard:
         """See `AdapterTraining.begin_lesson`. Before it, saves the policy as it is with this tag."""
