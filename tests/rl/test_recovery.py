@@ -19,7 +19,7 @@ from rl.fakes import FakeEngine, FakeLearner
 from rl.service_rig import GIVEN, SETTINGS, World, settle, until
 
 from mlx_parallm.adapters.cards import CheckpointCard
-from mlx_parallm.config import Action, Algorithm, CheckpointingConfig, ResolvedTraining
+from mlx_parallm.config import Action, Algorithm, CheckpointingConfig, ResolvedTraining, RewardScale
 from mlx_parallm.core.adapters import BASE_ADAPTER, AdapterRef
 from mlx_parallm.core.readers import EVERYTHING
 from mlx_parallm.core.requests import (
@@ -247,6 +247,21 @@ async def test_an_accepted_update_is_made_again_whatever_is_a_divergence_by_now(
         assert one.learner.policies["main"] == policy
         assert one.service.status().diverged == {}
         assert (await one.service.update(given=GIVEN)).status == "held"
+
+
+async def test_an_update_is_made_again_with_the_settings_that_it_was_made_with(tmp_path: Path) -> None:
+    run = Run(tmp_path / "journal.sqlite", changed(MANUAL, minibatches=2))
+    async with run.process() as one:
+        await one.request()
+        await finished_update(one)
+        policy = one.learner.policies["main"]
+    run.training = changed(MANUAL, scale_rewards=RewardScale.GROUP, minibatches=1)
+    async with run.process() as one:
+        assert one.learner.policies["main"] == policy
+        (batch,) = one.learner.batches
+        assert (batch.settings.minibatches, batch.loss.scale_rewards) == (2, RewardScale.NONE)
+        await one.service.update(given=GIVEN)
+        assert one.learner.batches[-1].settings is None, "later ones have the present settings"
 
 
 @pytest.mark.parametrize("saves", [0, 2, 4])
@@ -609,10 +624,17 @@ async def test_an_update_is_made_again_with_the_logprobs_that_the_teacher_gave(t
     ("later", "samples"),
     [(MANUAL, [2]), (changed(MANUAL, loss=loss_config(Algorithm.DISTILLATION, mask_truncated=True)), [])],
 )
+@pytest.mark.parametrize("is_old", [False, True])
 async def test_other_settings_of_the_loss_do_not_keep_a_server_from_starting_after_a_crash(
-    tmp_path: Path, later: ResolvedTraining, samples: list[int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    later: ResolvedTraining,
+    samples: list[int],
+    is_old: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under them the update has other samples than the teacher has scored."""
+    """The update has its own ones, unless an older version has written the journal: then, under the later ones, it may
+    have other samples than the teacher has scored."""
     run = Run(tmp_path / "journal.sqlite", DISTILLATION)
     run.teacher = Teacher(Scores(), 5.0)
     async with run.process() as one:
@@ -627,10 +649,14 @@ async def test_other_settings_of_the_loss_do_not_keep_a_server_from_starting_aft
         one.scorers.rewards = lambda _: 0.5
         await one.request()
         assert (await finished_update(one)).metrics["groups"] == 2
+        made, policy = [len(batch.samples) for batch in one.learner.batches], one.learner.policies["main"]
     run.training = later
+    if is_old:
+        monkeypatch.setattr(JournalFile, "settings", lambda _: {})
     async with run.process() as one:
-        assert [len(batch.samples) for batch in one.learner.batches] == samples
-        assert ("under the present settings" in caplog.text) == (samples == [])
+        assert [len(batch.samples) for batch in one.learner.batches] == (samples if is_old else made)
+        assert ("under the present settings" in caplog.text) == (is_old and samples == [])
+        assert is_old or one.learner.policies["main"] == policy
         assert (await one.service.update(given=GIVEN)).status == "published"
 
 

@@ -210,8 +210,9 @@ class PolicyJournal:
             )
         if made := [change for change in recovery.updates if isinstance(change.body, Update) and change.body.groups]:
             _log.info("making %d updates of %s again, which no checkpoint has", len(made), training.name)
+        settings = await self._journal.read(lambda file: file.settings() if recovery.updates else {}) or {}
         for change in recovery.updates:
-            await self._make_again(change)
+            await self._make_again(change, settings)
         newest = await self._journal.read(lambda file: file.newest_version(training.name)) or 0
         training.number_versions_from(newest + 1)
         self._last = training.change = recovery.last
@@ -248,16 +249,15 @@ class PolicyJournal:
             return False
         return True
 
-    async def _make_again(self, change: PolicyChange) -> None:
-        """One update, as it was. If it fails, it is left out."""
+    async def _make_again(self, change: PolicyChange, settings: Mapping[str, LearningSettings]) -> None:
+        """One update, as it was, with its own settings. If it fails, it is left out. `settings`: by their digest."""
         training, update = self._training, change.body
         assert isinstance(update, Update)
         known = await self._journal.read(lambda file: file.trajectories(update.trajectory_ids)) or {}
         try:
             groups = [scored_group(group, known) for group in update.groups]
             self._observe(update, groups)
-            made = training.prepare(groups, update.wanted, update.publish, update.explores)
-            made.batch = replace(made.batch, learning_rate=update.learning_rate)
+            made = self._prepared(update, groups, settings)
             await training.mark_best()
             if not update.changed_policy:
                 training.rewards.accept(made.history)
@@ -266,8 +266,6 @@ class PolicyJournal:
             await training.evaluate_if_due()  # the version that training starts from
             if update.version is not None:
                 training.number_versions_from(update.version)
-            if (made.batch.loss or self._config.loss).reads_teacher:
-                made.teacher_logprobs = update.teacher_logprobs  # an older version did not write them
             batch, problem = await training.taught(made)
             if not batch.samples:
                 raise EngineError(problem or "under the present settings it has no samples")
@@ -282,6 +280,19 @@ class PolicyJournal:
                 await training.evaluate_if_due()
         else:
             _log.warning("update %d of %s, made again, is %s", change.number, training.name, report.status)
+
+    def _prepared(
+        self, update: Update, groups: Sequence[ScoredGroup], settings: Mapping[str, LearningSettings]
+    ) -> PreparedUpdate:
+        """An update with the settings that it was made with, or the present ones if an older version wrote it."""
+        named = settings.get(update.settings)
+        own = named.update if named is not None else UpdateSettings.of(self._config)
+        history, rate = self._training.rewards.draft(), update.learning_rate
+        made = prepare(groups, own.loss, history, update.wanted, update.publish, update.explores, rate)
+        loss = made.batch.loss or own.loss
+        made.batch = replace(made.batch, loss=loss, settings=own)
+        made.teacher_logprobs = update.teacher_logprobs if loss.reads_teacher else None
+        return made
 
     def _observe(self, update: Update, groups: Sequence[ScoredGroup]) -> None:
         """Brings the trend of rewards to where it was when the update began."""
