@@ -503,7 +503,9 @@ async def did(one: World, step: str, run: Run) -> None:
             await one.service.update()
             one.learner.metrics = {"loss": 0.5}
         case "save":
-            await one.service.save(None, None, [] if has_first(one) else ["first"], {})
+            # a rollback to a version that only a checkpoint has drops what waits, unless a restart made it live before
+            is_published = live != BASE_ADAPTER and not one.service.loop().training.unpublished
+            await one.service.save(None, None, ["first"] if is_published and not has_first(one) else [], {})
         case "rollback" if has_first(one):
             await one.service.rollback(to="first")
 
