@@ -117,17 +117,17 @@ def test_a_run_waits_for_a_cool_machine_unless_its_engine_dies(
     tmp_path: Path, user, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
     user("regex")
-    view, told, stats = View(), [], ContinuousBatchProcessor.stats
+    view, readings, stats = View(), [], ContinuousBatchProcessor.stats
 
-    def hot(thread: ContinuousBatchProcessor) -> EngineStats:
-        found = stats(thread)
-        if view.facts and len(told) < 3:
-            told.append(found.machine)
+    def hot_at_first(processor: ContinuousBatchProcessor) -> EngineStats:
+        found = stats(processor)
+        if view.facts and len(readings) < 3:
+            readings.append(found.machine)
             machine = replace(found.machine, training_waits_for="the machine is too hot")
             return replace(found, machine=machine, alive=not dies)
         return found
 
-    monkeypatch.setattr(ContinuousBatchProcessor, "stats", hot)
+    monkeypatch.setattr(ContinuousBatchProcessor, "stats", hot_at_first)
     if dies:
         with pytest.raises(EngineDeadError):
             run(config(tmp_path, "grpo"), OPTIONS, view)
@@ -135,7 +135,7 @@ def test_a_run_waits_for_a_cool_machine_unless_its_engine_dies(
     else:
         assert run(config(tmp_path, "grpo"), OPTIONS, view) == 0
         assert len(view.reports) == STEPS
-    assert told
+    assert readings
 
 
 @pytest.mark.timeout(120)

@@ -255,7 +255,7 @@ async def test_code_that_would_end_the_thread_beside_a_rollout_costs_no_other_on
 
 
 async def test_closing_waits_until_the_environment_has_ended_its_tools() -> None:
-    """What else would end them when the process is gone?"""
+    """Nothing else ends them once the process is gone."""
     begun, ended, thread = threading.Event(), [], EnvironmentThread()
 
     async def plays() -> None:

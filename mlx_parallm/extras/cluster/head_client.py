@@ -23,7 +23,7 @@ from mlx_parallm.extras.cluster.cards import BaseFile, Joined, Joining, SharedVe
 
 _CONNECT_S, _ANSWER_S = 2.0, 60.0
 _SILENT_S = 10.0
-"""How long the head may send nothing while an archive is fetched."""
+"""How long the head may send nothing while an archive is fetched, or while a node joins that has the base model."""
 _CHECKSUMS_S = 1800.0
 """How long the head may take to read a large base model for its checksums."""
 _JOINED, _VERSION = TypeAdapter(Joined), TypeAdapter(SharedVersion)

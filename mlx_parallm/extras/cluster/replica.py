@@ -48,7 +48,7 @@ class Replica(Node):
         await self._serving.wait()
         while True:
             try:
-                self.locate()
+                await asyncio.to_thread(self.locate)  # it may ask for the address of the head's name, and wait
                 joined = await self._client.join(Joining(self.role, self.url, self._fingerprint, __version__))
                 async with (
                     connect(NatsAddress(joined.nats_url, joined.nats_token), self.id) as connection,

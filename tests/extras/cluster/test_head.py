@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -44,9 +45,9 @@ def joining(fingerprint=None, version=__version__):
 
 
 async def test_a_node_gets_the_base_model_unless_it_has_it(node):
-    told = await node.join(joining(), "::1")
-    assert told.base.files == (BaseFile("config.json", len(CONFIG), hashlib.sha256(CONFIG).hexdigest()),)
-    assert told.nats_url.startswith("nats://[::1]:")
+    joined = await node.join(joining(), "::1")
+    assert joined.base.files == (BaseFile("config.json", len(CONFIG), hashlib.sha256(CONFIG).hexdigest()),)
+    assert joined.nats_url.startswith("nats://[::1]:")
     assert (await node.base_file("config.json")).read_bytes() == CONFIG
     for no_file in ("images", ".cache", "../head/token", "other"):
         with pytest.raises(InvalidRequestError):
@@ -59,20 +60,27 @@ async def test_a_node_gets_the_base_model_unless_it_has_it(node):
 
 
 async def test_a_replica_that_joins_again_from_another_network_says_where_it_is_now(tmp_path):
-    places, told = iter(["http://10.0.0.5:8000", "http://10.0.0.5:8000", "http://192.168.1.7:8000"]), []
+    """Meanwhile it serves its own clients: finding out may take as long as a name is looked for."""
+    places = iter(["http://10.0.0.5:8000", "http://10.0.0.5:8000", "http://192.168.1.7:8000"])
+    urls, found = [], threading.Event()
+
+    def where():
+        assert not urls or found.wait(10)
+        return next(places)
 
     async def join(joining):
-        told.append(joining.url)
+        urls.append(joining.url)
+        asyncio.get_running_loop().call_later(0.6, found.set)  # after the pause before it joins again
         raise HeadUnreachableError("the network is another one")
 
     client = SimpleNamespace(join=join)
     replica = Replica(client, "f1", "secret", Adapters(), tmp_path)
-    replica.serve(lambda: next(places), lambda: NodeReport(ready=True, outstanding_tokens=0))
+    replica.serve(where, lambda: NodeReport(ready=True, outstanding_tokens=0))
     first = replica.id
     async with running(replica.run()):
-        await until(lambda: len(told) == 2)
-    assert told == ["http://10.0.0.5:8000", "http://192.168.1.7:8000"]
-    assert replica.id == id_of(NodeRole.REPLICA, told[1]) != first
+        await until(lambda: len(urls) == 2)
+    assert urls == ["http://10.0.0.5:8000", "http://192.168.1.7:8000"]
+    assert replica.id == id_of(NodeRole.REPLICA, urls[1]) != first
 
 
 async def test_what_is_uploaded_is_kept_until_a_trainer_with_an_older_lease_sends_more(node):
